@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-emulated test-arm test-slow crash fuzz package sanitize sanitize-quick bench-decode bench-serve bench-busy bench-gpu bench-arm reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp verify-clients soak help-page models-page demo-picture clean
+.PHONY: help install demo style check test test-avx2 test-emulated test-arm test-slow test-today crash fuzz package sanitize sanitize-quick bench-decode bench-serve bench-busy bench-gpu bench-arm reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp verify-clients soak help-page models-page demo-picture clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -109,9 +109,19 @@ sanitize: sanitize-quick ## the native tests over the same library
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		MEDUSA_LIBRARY=build/sanitize/libmedusa.so HF_HUB_OFFLINE=1 $(BIN)/pytest -q tests/test_native.py tests/test_native_layer.py tests/test_native_states.py
 
-test-slow: $(READY) ## the tests that take minutes
+# A part of the files, such as make test-slow FILES="tests/test_native.py"
+FILES ?=
+
+test-slow: $(READY) ## what make test leaves out, in some half an hour
 	$(BIN)/medusa assets smollm2-135m sharegpt mt-bench
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow $(FILES)
+
+# Of so many parts of the slow tests, the one of this day.
+PARTS := 8
+TODAY = $(shell ls tests/test_*.py | awk -v day=$$(($$(date +%s) / 86400)) 'NR % $(PARTS) == day % $(PARTS)')
+
+test-today: ## an eighth of the slow tests, each day another one
+	$(MAKE) test-slow FILES="$(TODAY)"
 
 crash: $(READY) ## kill -9 every command that writes, 100 times at random points, and two writers at once
 	$(BIN)/python -m tests.crash

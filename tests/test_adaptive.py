@@ -121,6 +121,7 @@ def speedup(
     return count * costs(1, 0) / seconds
 
 
+@pytest.mark.slow
 def test_policy_finds_its_way_back_after_a_stretch_that_fails() -> None:
     """Simulates texts of 400 tokens that no draft fits, then 400 that drafts fit, at fair accuracies and costs."""
     accuracies, costs = (
@@ -172,6 +173,7 @@ def serve(
     return tokens / seconds / plain_rate, sum(size > 1 for size in sizes) / len(sizes)
 
 
+@pytest.mark.quick("12-1", "2-1", "30-8", "6-1", "8-8")
 @pytest.mark.parametrize(("length", "slots"), [(2, 1), (6, 1), (12, 1), (8, 8), (30, 8), (96, 8)])
 def test_short_and_frequent_answers_find_their_way_back(length: int, slots: int) -> None:
     """Answers may have fewer tokens than there are plain steps between trials; with 8 slots one begins every few."""

@@ -161,7 +161,7 @@ def compare(
 ATTENTION = [(0.03, 0.15), (0.03, 0.25), (0.06, 0.15), (0.06, 0.25), (0.1, 0.15), (0.1, 0.25)]
 
 
-@pytest.mark.quick("0.03-0.15-short", "0.1-0.25-long")
+@pytest.mark.slow
 @pytest.mark.parametrize("contexts", [False, True], ids=["short", "long"])
 @pytest.mark.parametrize(("attention", "share"), ATTENTION)
 def test_long_texts_are_never_slower_than_plain(
@@ -174,7 +174,7 @@ def test_long_texts_are_never_slower_than_plain(
         assert against_plain >= 0.99 and against_best >= 0.95, ratio
 
 
-@pytest.mark.quick("0.0-0.0", "0.06-0.25")
+@pytest.mark.quick("0.06-0.25")
 @pytest.mark.parametrize(("attention", "share"), [(0.0, 0.0), *ATTENTION])
 def test_noisy_and_growing_texts_are_never_slower_than_plain(
     attention: float, share: float
@@ -250,7 +250,7 @@ def speed_with_ngrams(machine: Machine, times: StepTimes, share: float) -> float
     return plain / drafted
 
 
-@pytest.mark.quick("1-0", "0.5-0.1")
+@pytest.mark.slow
 @pytest.mark.parametrize(("alike", "noise"), [(0.5, 0), (0.5, 0.1), (1, 0), (1, 0.1), (1.3, 0)])
 def test_a_mixture_of_experts_is_never_slower_than_plain(alike: float, noise: float) -> None:
     for share in (0.0, 0.2, 0.5, 0.8):

@@ -56,6 +56,7 @@ def alone(medusa: Medusa, prompt: list[int], count: int = 24, **rules) -> list[i
     return tokens_of(steps)
 
 
+@pytest.mark.slow
 def test_stream_is_plain_decoding(medusa: Medusa) -> None:
     stream = medusa.stream(IDS, max_new_tokens=24, stop_ids=())
     text = "".join(stream)
@@ -65,6 +66,7 @@ def test_stream_is_plain_decoding(medusa: Medusa) -> None:
     assert stream.answer.stats.tokens == 24 and stream.answer.prompt_tokens == len(IDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperatures", [[], [0.9, 1.0, 1.1]], ids=["static", "growing"])
 def test_trees_grow_if_the_confidences_are_calibrated(
     place: Path, tmp_path: Path, temperatures: list[float]
@@ -117,6 +119,7 @@ def test_batch_gives_each_prompt_what_it_gets_alone(medusa: Medusa) -> None:
     assert medusa.batch([]) == []
 
 
+@pytest.mark.slow
 def test_answers_depend_on_the_seed(medusa: Medusa) -> None:
     rules = {"max_new_tokens": 24, "temperature": 1.5, "stop_ids": ()}
     first, again, other, *unseeded = (
@@ -204,6 +207,7 @@ def test_interrupted_stream_ends(medusa: Medusa, monkeypatch: pytest.MonkeyPatch
     assert stream.answer.text == "".join(texts)
 
 
+@pytest.mark.quick("tensor")
 @pytest.mark.parametrize("array", [np.array, torch.tensor])
 def test_arrays_are_prompts(medusa: Medusa, array: Callable[[list], Any]) -> None:
     tokens = medusa.generate(IDS, max_new_tokens=8).tokens
@@ -318,6 +322,7 @@ def test_invalid_arguments_are_named(place: Path, tmp_path: Path) -> None:
         Medusa.from_pretrained(drafter=place / "runs" / "mine", run=place / "runs" / "mine")
 
 
+@pytest.mark.quick("words0")
 @pytest.mark.parametrize("words", [{}, {"lookup": True}])
 def test_a_model_without_a_drafter_drafts_ngrams(
     place: Path, medusa: Medusa, words: dict[str, bool]
@@ -330,6 +335,7 @@ def test_a_model_without_a_drafter_drafts_ngrams(
     assert stream.answer.stats.drafted > 0
 
 
+@pytest.mark.slow
 def test_lookup_goes_with_the_auto_tree_by_default(place: Path) -> None:
     run = place / "runs" / "mine"
     for words, ngrams in (
@@ -391,7 +397,7 @@ print("parent", len("".join(stream)) > 0)
 """
 
 
-@pytest.mark.quick("native")
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native", "eager"])
 def test_a_forked_process_is_told_to_load_its_own_model(place: Path, engine: str) -> None:
     code = FORKED.replace("sys.argv[1]", repr(str(place / "model")))

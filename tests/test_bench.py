@@ -139,6 +139,7 @@ def test_prompts_and_generation_are_told_apart() -> None:
     assert [row[0] for row in parts_table(document)[1]] == ["ar", "medusa"]
 
 
+@pytest.mark.slow
 def test_the_first_token_of_each_turn_is_timed() -> None:
     def slow(asked: Sequence, count: int, on_tokens: Callable) -> list[Measurement]:
         time.sleep(0.05)
@@ -154,6 +155,7 @@ def test_the_first_token_of_each_turn_is_timed() -> None:
     assert 0.1 <= sum(answer.first_token_s) < answer.seconds - 0.15
 
 
+@pytest.mark.slow
 def test_an_interval_holds_the_figure_and_narrows_with_more_questions() -> None:
     draws = torch.Generator().manual_seed(4)
     values = [10 + torch.randn(count, generator=draws, dtype=torch.float64) for count in (8, 800)]
@@ -269,6 +271,7 @@ def test_benches_of_the_same_second_have_names_of_their_own(tmp_path: Path) -> N
     assert sorted(tmp_path.glob("*.json")) == paths  # the newest one last
 
 
+@pytest.mark.slow
 def test_sampling_reports_quality_and_no_identity(place: Path) -> None:
     document = bench_json(place, "--temperature", "0.8", "--limit", "1", "--methods", "ar,medusa")
     assert (
@@ -278,6 +281,7 @@ def test_sampling_reports_quality_and_no_identity(place: Path) -> None:
     assert set(document["quality"]) == {"ar", "medusa"}
 
 
+@pytest.mark.quick("demo")
 @pytest.mark.parametrize("words", ["bench --questions q.jsonl --limit 1", "demo"])
 def test_only_one_copy_of_the_weights_is_loaded(
     place: Path, monkeypatch: pytest.MonkeyPatch, words: str
@@ -299,6 +303,7 @@ def test_only_one_copy_of_the_weights_is_loaded(
     assert alive == [0]
 
 
+@pytest.mark.slow
 def test_all_methods_decode_by_the_models_own_config(place: Path, tmp_path: Path) -> None:
     model = shutil.copytree(place / "model", tmp_path / "model")
     rules = json.loads((model / "generation_config.json").read_text())
@@ -312,6 +317,7 @@ def test_all_methods_decode_by_the_models_own_config(place: Path, tmp_path: Path
     assert turns[0] != turns[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("named", "kept"), [(".", "x1"), ("../mine", "mine")])
 def test_a_bench_without_a_run_lies_under_the_models_name(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, kept: str
@@ -340,6 +346,7 @@ def test_a_bench_without_a_run_lies_under_the_models_name(
     assert [path.name for path in Path("runs").iterdir()] == [kept]
 
 
+@pytest.mark.slow
 def test_results_are_printed_before_they_are_saved(place: Path, tmp_path: Path) -> None:
     run = save_run(tmp_path / "mine", str(place / "model"))
     run.bench_dir.write_text("in the way")
@@ -353,6 +360,7 @@ def test_results_are_printed_before_they_are_saved(place: Path, tmp_path: Path) 
 # Methods
 
 
+@pytest.mark.slow
 def test_every_method_answers_alike_alone_and_in_batches(place: Path) -> None:
     names, before = ["hf", "ar", "medusa"], set((place / "mine" / "bench").glob("*.json"))
     single = bench_json(place, "--tree", "static", "--methods", "hf-lookup," + ",".join(names))
@@ -388,6 +396,7 @@ def test_every_method_answers_alike_alone_and_in_batches(place: Path) -> None:
     assert len(reached) <= TREE.max_depth and reached == sorted(reached, reverse=True)
 
 
+@pytest.mark.slow
 def test_servers_are_methods_and_their_drafts_are_compared_with_their_plain_output(
     place: Path,
 ) -> None:
@@ -422,6 +431,7 @@ def test_answers_that_a_peers_drafts_change_are_counted(place: Path) -> None:
     assert [row[-1] for row in rows] == ["-", "-", "3/4 of theirs"] and len(head) == len(rows[0])
 
 
+@pytest.mark.slow
 def test_a_peer_is_asked_for_a_model_that_it_has_loaded(place: Path) -> None:
     def say(number: int) -> dict:
         return {"token_ids": [5, 9], "text": ""}
@@ -484,7 +494,7 @@ def test_a_peers_text_ends_with_the_tokenizers_end_token() -> None:
     assert reported == backbone.tokenizer.encode("w1 w2")
 
 
-@pytest.mark.quick("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["1", "2"])
 def test_ngram_drafts_are_a_method_and_the_drafter_alone_is_another(place: Path, size: str) -> None:
     methods = "ar,lookup,medusa-alone,medusa"
@@ -580,6 +590,7 @@ def test_an_agents_turns_are_timed_with_their_cached_share(
     medusa("bench", "--agent", "--coding", exit_code=2)
 
 
+@pytest.mark.slow
 def test_quantized_weights_are_compared_with_the_plain_models_answers(place: Path) -> None:
     words = ["--dtype", "bf16", "--limit", "2", "--methods", "hf,ar"]
     document = bench_json(place, *words, "--quantize", "int8")
@@ -610,6 +621,7 @@ def test_files_that_do_not_fit_are_refused(place: Path, tmp_path: Path) -> None:
         refused(place, 1, "config.json", *words, "--methods", methods)
 
 
+@pytest.mark.slow
 def test_misfits_are_refused_before_transformers_answers(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -631,6 +643,7 @@ def demo_words(place: Path) -> list[str]:
     return ["demo", "--run", str(place / "mine"), "--dtype", "fp32", "--max-new-tokens", "12"]
 
 
+@pytest.mark.slow
 def test_demo_compares_each_answer_and_adds_transformers(place: Path) -> None:
     document = json.loads(medusa(*demo_words(place), "--json").stdout)
     assert len(document["answers"]) == len(demo.QUESTIONS)
@@ -656,6 +669,7 @@ def test_demo_without_a_drafter_looks_up(place: Path) -> None:
     assert list(json.loads(medusa(*words, "--json").stdout)["methods"]) == ["ar", "lookup", "hf"]
 
 
+@pytest.mark.slow
 def test_piped_demo_prints_each_answer_once_and_nothing_moves(place: Path) -> None:
     text = json.loads(medusa(*demo_words(place), "--json").stdout)["answers"][0]["text"]
     done = medusa(*demo_words(place))

@@ -101,7 +101,7 @@ class Unsure(Oracle):
         yield self.scores[batch.hidden[:, 0].float().long()]
 
 
-@pytest.mark.quick("1.6")
+@pytest.mark.slow
 @pytest.mark.parametrize("heat", [0.7, 1.0, 1.6])
 def test_fitted_temperature_is_that_of_the_draws(heat: float) -> None:
     torch.manual_seed(0)
@@ -157,6 +157,7 @@ def others(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "other.jsonl", [conversation(n) for n in range(60, 70)])
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 def test_command_writes_accuracies_and_a_heat_map(run: Run, trained: Path) -> None:
     document = calibrate(run, "--top", "4")
@@ -177,6 +178,7 @@ def test_command_writes_accuracies_and_a_heat_map(run: Run, trained: Path) -> No
     assert str(run.path / "calibration.png") in text.replace("\n", "")
 
 
+@pytest.mark.quick("--from")
 @pytest.mark.parametrize("flag", ["--data", "--from"])
 def test_run_that_learned_from_other_data_is_measured_on_its_held_out_part(
     run: Run, trained: Path, tmp_path: Path, flag: str
@@ -220,6 +222,7 @@ def test_nothing_held_out_is_refused_before_states_are_computed(run: Run) -> Non
     assert not (run.path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_runs_calibration_is_written_for_its_own_drafter_and_data_alone(
     run: Run, others: Path, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def short(place: Path, *words: str, **how: Any) -> Result:
     return medusa("chat", *common, *words, **how)
 
 
+@pytest.mark.slow
 def test_one_prompt_prints_the_answer_alone_on_stdout(place: Path) -> None:
     drafted, plain = (
         chat(place, "--prompt", "w1 w2"),

@@ -180,6 +180,7 @@ def words(bare: str, tmp_path: Path) -> list[str]:
             "--json"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_command_on_a_run_uses_the_template_of_its_distillation(
     words: list[str], bare: str, tmp_path: Path
 ) -> None:
@@ -234,6 +235,7 @@ def test_template_does_not_join_conversations_without_it(words: list[str], tmp_p
 LIMITS = resource.getrlimit(resource.RLIMIT_AS)
 
 
+@pytest.mark.quick("{{ 'a' * 20000000 }}", "{{ 'a' * 99999999999 }}")
 @pytest.mark.parametrize(
     "template",
     [
@@ -257,7 +259,7 @@ def test_a_template_is_bounded_in_time_and_memory(
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
 
 
-@pytest.mark.quick
+@pytest.mark.quick("0.2-True")
 @pytest.mark.parametrize("owned", [False, True])
 @pytest.mark.parametrize("left", [0.0, 0.2, 60.0])
 def test_the_callers_alarm_is_given_back(
@@ -287,6 +289,7 @@ def test_the_callers_alarm_is_given_back(
     assert resource.getrlimit(resource.RLIMIT_AS) == LIMITS
 
 
+@pytest.mark.quick("30.0")
 @pytest.mark.parametrize("tick", [0.1, 30.0])
 def test_a_caller_keeps_its_memory_while_a_template_is_rendered(
     monkeypatch: pytest.MonkeyPatch, tick: float

@@ -72,7 +72,7 @@ finally:
 """
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shell", "environment"),
     [
@@ -266,6 +266,18 @@ def test_a_wrong_command_line_is_one_short_line(
     assert fetched == []
 
 
+@pytest.mark.quick(
+    "Abort--",
+    "KeyError--",
+    "MemoryError--",
+    "OSError--0",
+    "OSError--1",
+    "OSError--3",
+    "PermissionError--",
+    "RuntimeError--0",
+    "RuntimeError--1",
+    "ZeroDivisionError--",
+)
 @pytest.mark.parametrize(
     ("reason", "code", "named"),
     [
@@ -312,6 +324,7 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Traceback" not in medusa("assets", "--quiet", exit_code=130).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_exit_codes(number: int, code: int) -> None:
     """Checks 128 plus the signal number, as a shell reports it."""

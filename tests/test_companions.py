@@ -206,7 +206,7 @@ def speculators(model: str, **own: Any) -> tuple[dict[str, Tensor], dict[str, An
     return tensors, config
 
 
-@pytest.mark.quick("own1", "own3")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "own",
     [
@@ -235,11 +235,13 @@ def test_an_eagle3_of_speculators_drafts_as_described(
         check_drafts(load_drafter(back.drafter_dir, backbone), backbone, new, reference)
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_tool_decodes_at_once(tmp_path: Path, model: str) -> None:
     tensors, config = speculators(model)
     check_identity(model, write(tmp_path / "theirs", "model.safetensors", tensors, config))
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_model_is_refused_in_one_line(tmp_path: Path, model: str) -> None:
     tensors, config = speculators(model)
     theirs = write(tmp_path / "theirs", "model.safetensors", tensors, config)
@@ -408,7 +410,7 @@ def mtp_by_transformers(model: str, backbone: Backbone, new: NewTokens) -> Refer
     return scores
 
 
-@pytest.mark.quick("qwen3_5_moe_text", "glm4_moe", "qwen2")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.usefixtures("exact")
 def test_an_mtp_layer_drafts_as_its_maker_describes(
@@ -443,7 +445,7 @@ def test_an_mtp_layer_reads_long_prompts_in_pieces(
     assert torch.allclose(*outputs, atol=1e-5)
 
 
-@pytest.mark.quick("qwen3_5_text")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe"])
 def test_decoding_with_the_models_own_mtp_is_plain_decoding(
     with_mtp: Callable[[str], tuple[str, Backbone]], kind: str
@@ -547,9 +549,7 @@ def in_the_words_of(drafter: Mtp, backbone: Backbone, shift: int, number: int) -
     return tokens
 
 
-@pytest.mark.quick(
-    "qwen2-change0-1-None", "qwen2-change2-1-projection", "qwen3_5_text-change5-1-norms' weights"
-)
+@pytest.mark.quick("qwen2-change0-1-None", "qwen2-change2-1-projection")
 @pytest.mark.parametrize(
     ("kind", "change", "shift", "part"),
     [
@@ -711,6 +711,7 @@ def blocks_by_hand(
     return scores
 
 
+@pytest.mark.quick("dspark-64-False")
 @pytest.mark.parametrize(
     ("kind", "words", "anchor"),
     [("dflash", 24, None), ("dflash", V, None), ("dspark", 24, None), ("dspark", V, False)],
@@ -739,6 +740,7 @@ def test_blocks_of_speculators_draft_as_described(
         assert torch.allclose(scores[0], want, atol=1e-2), head
 
 
+@pytest.mark.slow
 def test_decoding_over_blocks_is_plain_decoding(tmp_path: Path, model: str) -> None:
     tensors, config = block_checkpoint(model, "dspark", V, None)
     check_identity(model, write(tmp_path / "theirs", "model.safetensors", tensors, config))
@@ -791,6 +793,7 @@ def test_a_model_with_an_mtp_layer_is_told_of_it(
         assert part in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.quick("qwen2")
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe", "qwen2"])
 def test_an_mtp_layer_without_its_first_tensor_is_named(tmp_path: Path, kind: str) -> None:
     path = Path(save_with_mtp(kind, tmp_path / "model"))
@@ -865,7 +868,7 @@ def save_assistant(network: Any, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.quick
+@pytest.mark.quick("eager-7")
 @pytest.mark.parametrize("length", [7, 40])  # within and beyond the window of 16
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("exact")

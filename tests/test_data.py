@@ -353,6 +353,7 @@ def test_conversations_go_out_as_rows_and_come_back(
     assert "distill" in medusa(*words, exit_code=1).stderr
 
 
+@pytest.mark.slow
 def test_split_is_by_conversation_and_stable(run: Run, backbone: Backbone) -> None:
     dataset = load_dataset(run, backbone, fraction=0.2)
     ids, trained = {a.id for a in dataset.held_out}, {a.id for a in dataset.train}

@@ -83,7 +83,7 @@ def alike(ours: Sequence[Step], theirs: Sequence[Step]) -> bool:
     return ours == theirs
 
 
-@pytest.mark.quick("llama", "gemma3")
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_is_token_identical(family: str) -> None:
     backbone = tiny_backbone(family)
@@ -98,6 +98,7 @@ def test_greedy_is_token_identical(family: str) -> None:
             assert Stats.of(steps).acceptance_length < 1.3, name
 
 
+@pytest.mark.quick("17")
 @pytest.mark.parametrize("limit", [1, 2, 17, 30])
 def test_max_new_tokens_is_exact(limit: int) -> None:
     backbone = tiny_backbone()
@@ -137,6 +138,7 @@ def test_answer_ends_within_the_context() -> None:
     assert max(seen) < 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [False, True])
 def test_cache_is_no_larger_than_the_context_needs(
     drafts: bool, monkeypatch: pytest.MonkeyPatch
@@ -182,6 +184,7 @@ def test_one_backbone_pass_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verified[0] == (3, SPARSE.size) and len(shapes) == 3 + len(verified)
 
 
+@pytest.mark.slow
 def test_sampling_depends_on_the_seed_and_typical_accepts_more() -> None:
     backbone = tiny_backbone()
     heads = medusa_drafter(backbone)
@@ -196,6 +199,7 @@ def test_sampling_depends_on_the_seed_and_typical_accepts_more() -> None:
     assert Stats.of(drafted(backbone, heads, SPARSE, 40, sampling=loose)).acceptance_length > 3
 
 
+@pytest.mark.quick("whole")
 @pytest.mark.parametrize(
     "cuts", [{}, {"top_p": 0.8}, {"top_k": 6}], ids=["whole", "nucleus", "top-k"]
 )
@@ -216,7 +220,7 @@ def references(family: str) -> list[list[int]]:
     return [alone(tiny_backbone(family), prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.quick("eager-qwen3", "native-gemma3", "torch-mistral-window")
+@pytest.mark.quick("torch-mistral-window")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 def test_rows_of_unequal_length_and_acceptance_decode_as_if_alone(family: str, engine: str) -> None:
@@ -229,6 +233,7 @@ def test_rows_of_unequal_length_and_acceptance_decode_as_if_alone(family: str, e
     assert rates[0] > 3 > rates[2] > 1.2 > rates[1]
 
 
+@pytest.mark.slow
 def test_plain_batches_of_any_size() -> None:
     backbone = tiny_backbone("qwen3")
     expected = [alone(backbone, prompt) for prompt in PROMPTS]
@@ -237,7 +242,7 @@ def test_plain_batches_of_any_size() -> None:
         assert tokens == expected and all(step.nodes == 1 for own in steps for step in own)
 
 
-@pytest.mark.quick
+@pytest.mark.quick("plain-exact-eager")
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("mode", ["exact", "typical"])
 @pytest.mark.parametrize(
@@ -307,7 +312,7 @@ def test_cancelled_row_leaves_the_others_as_they_were(
     assert answers[0] == cancelled and len(cancelled) < 30 and decoder.step() == []
 
 
-@pytest.mark.quick
+@pytest.mark.quick("eagle-draft-native")
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("kind", [None, "eagle-draft", "firp"])
 def test_pieces_of_a_prompt_let_others_take_steps(
@@ -428,6 +433,7 @@ def test_stops_and_limits_are_each_rows_own() -> None:
     assert together(backbone, drafter, SPARSE, max_new_tokens=17, stop_ids=(stop,))[0] == expected
 
 
+@pytest.mark.quick("amphista-prompt-native", "hydra++-prompt-native")
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("kind", ["eagle-draft", "hydra++-prompt", "amphista-prompt"])
 def test_a_drafter_reads_the_end_of_a_long_prompt(

@@ -144,12 +144,7 @@ def steps_of(
 
 
 # N-gram matches are added to any drafter's draft alike.
-@pytest.mark.quick(
-    "medusa-bias-n-grams",
-    "hydra++-prompt-static",
-    "amphista-prompt-dynamic",
-    "eagle-draft-adaptive",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "policy"),
     [(kind, policy) for kind in CAPTURED for policy in ("static", "dynamic")]
@@ -187,6 +182,7 @@ def kernels_of(
     return len(device.kernels)
 
 
+@pytest.mark.quick("64")
 @pytest.mark.parametrize("rows", KERNELS)
 def test_captured_steps_have_few_kernels(rows: int, device: Device) -> None:
     shallow, deep = (
@@ -220,6 +216,7 @@ def test_steps_without_graphs_keep_to_the_device(
         assert tokens == expected and all(len(waits) <= 14 for _, waits in records)
 
 
+@pytest.mark.quick("beside the graph")
 @pytest.mark.parametrize("where", ["beside the graph", "within the graph"])
 def test_simulated_device_tells_stray_looks_and_tensors(
     where: str, backbone: Backbone, device: Device, monkeypatch: pytest.MonkeyPatch
@@ -253,7 +250,7 @@ def test_simulated_device_tells_stray_looks_and_tensors(
             decoder.admit(REQUESTS[0])
 
 
-@pytest.mark.quick
+@pytest.mark.quick("qwen2-eager")
 @pytest.mark.parametrize("engine", ["eager", "torch"])
 @pytest.mark.parametrize("family", ["qwen2", "mistral-window", "gemma3"])
 def test_first_piece_of_a_prompt_needs_no_mask_on_a_gpu(
@@ -333,6 +330,7 @@ def move(work: Trainer, device: Device) -> None:
     work.optimizer = optimizer_of([work.parameters], work.peaks, work.recipe.train, NAME)
 
 
+@pytest.mark.quick("eagle-fresh")
 @pytest.mark.parametrize("kind", TRAINING)
 def test_training_steps_wait_once_and_start_few_kernels(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -363,6 +361,7 @@ def test_training_steps_wait_once_and_start_few_kernels(
     assert max(counts[1:]) <= most
 
 
+@pytest.mark.slow
 def test_prompts_run_in_packs_and_change_no_answer(
     backbone: Backbone, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,6 +403,7 @@ def test_prompts_in_a_pack_wait_once_and_start_a_share_of_the_kernels(
     assert waits == 4 and pack_waits == 1 and 3 * together < alone
 
 
+@pytest.mark.slow
 def test_states_of_a_pack_are_those_of_each_text(device: Device) -> None:
     texts = [torch.arange(5, 5 + count) for count in (3, 14, 9)]
     padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)

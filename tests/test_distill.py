@@ -72,6 +72,7 @@ def answers(
 # Answers.
 
 
+@pytest.mark.slow
 def test_every_answer_equals_decoding_that_conversation_alone() -> None:
     backbone = tiny_backbone()
     answered = answers(backbone, SEEDS, settings())
@@ -123,6 +124,7 @@ def test_samples_depend_on_the_conversation_and_the_seed_alone() -> None:
     assert tokens(SEEDS, random_seed=1) != together
 
 
+@pytest.mark.slow
 def test_too_long_and_refused_prompts_cost_nothing_else() -> None:
     backbone = tiny_backbone()
     refuse = (
@@ -184,6 +186,7 @@ def test_batch_of_the_papers_recipe_fits_the_memory(monkeypatch: pytest.MonkeyPa
         assert few > 30 and few > many
 
 
+@pytest.mark.slow
 def test_the_cache_of_a_distillation_has_the_size_of_its_context_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -285,6 +288,7 @@ def message(role: str, content: str) -> dict[str, str]:
 TALK = [message("user", "w1"), message("assistant", "w2")]
 
 
+@pytest.mark.quick("w40 w41-system_prompt")
 @pytest.mark.parametrize(
     "key", ["system", "system_prompt", "system_message", "systemPrompt", "system_instruction"]
 )
@@ -511,6 +515,7 @@ def test_prompts_about_one_file_are_held_out_together(sources: Path) -> None:
     assert all(len(own) == 1 for own in sides.values())
 
 
+@pytest.mark.slow
 def test_a_repair_prompt_has_one_fault_and_its_traceback_points_at_it(sources: Path) -> None:
     originals = {path.read_text().strip() for path in sources.rglob("m*.py")}
     prompts = [
@@ -692,6 +697,7 @@ def test_last_line_that_lacks_its_line_break_alone_is_kept(run: Run) -> None:
         assert records.done == {"a", "b"} and run.distill_path.read_text() == "".join(lines)
 
 
+@pytest.mark.slow
 def test_changed_states_are_refused_and_computed_again(run: Run) -> None:
     distilled(run, SEEDS)
     backbone = tiny_backbone()
@@ -782,6 +788,7 @@ def test_answers_to_another_seed_join_a_file(run: Run) -> None:
 # The command.
 
 
+@pytest.mark.slow
 def test_the_models_own_penalties_are_part_of_the_provenance_and_its_data_is_learned_from(
     words: list[str], tmp_path: Path
 ) -> None:
@@ -804,6 +811,7 @@ def words(tmp_path: Path) -> list[str]:
             "--max-new-tokens", "4"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_rounded_model_does_not_continue_the_whole_ones_data(words: list[str]) -> None:
     words += ["--dtype", "bf16"]
     medusa(*words, "--max-samples", "2", "--engine", "eager")
@@ -811,6 +819,7 @@ def test_rounded_model_does_not_continue_the_whole_ones_data(words: list[str]) -
     assert medusa_json(*words, "--engine", "native")["conversations"] == 6
 
 
+@pytest.mark.slow
 def test_resume_continues_with_the_runs_model_and_begins_nothing(
     words: list[str], tmp_path: Path
 ) -> None:
@@ -847,6 +856,7 @@ def test_a_system_prompt_is_set_and_part_of_the_settings(words: list[str], tmp_p
     assert medusa_json(*words, "--system", "w9 w8")["conversations"] == 6
 
 
+@pytest.mark.quick("training0")
 @pytest.mark.parametrize("training", [["train.stage=2"], ["train.states=fresh"]])
 def test_states_are_not_kept_for_a_training_that_runs_the_model(
     words: list[str], training: list[str], tmp_path: Path
@@ -890,6 +900,7 @@ def test_context_without_room_for_an_answer_is_named(
     assert "distill.context" in result.stderr and not result.stdout
 
 
+@pytest.mark.slow
 def test_batch_size_comes_from_the_setting_the_recipe_or_the_memory(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -935,6 +946,7 @@ def test_estimate_of_all_tokens_falls_steadily_and_ends_at_what_was_made() -> No
     assert all(sum(lengths) <= total < 1.5 * sum(lengths) for total in totals[len(totals) // 3 :])
 
 
+@pytest.mark.slow
 def test_tokens_are_counted_while_conversations_are_under_way() -> None:
     counted: list[int] = []
     outcomes = list(answer_locally(tiny_backbone(), SEEDS, settings(), counted.append))

@@ -160,7 +160,7 @@ FIRP = [
 ]
 
 
-@pytest.mark.quick("stage-2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "words"),
     [("llama", []), ("llama", FIRP), ("qwen2", [*JOINT, "train.gradient_checkpointing=true"])],
@@ -265,6 +265,7 @@ def computed(
     )
 
 
+@pytest.mark.slow
 def test_split_layers_hold_half_and_compute_the_same(tmp_path: Path) -> None:
     done = forked.run(check_families, tmp_path, 2)
     assert done.returncode == 0, done.stderr

@@ -259,7 +259,7 @@ def with_model(words: list[str]) -> list[str]:
     return [*words, "--model", MODEL] if new and "--model" not in words else words
 
 
-@pytest.mark.quick("README.md", "tutorial.md", "data.md", "exporting.md", "trees.md")
+@pytest.mark.quick("README.md", "exporting.md")
 @pytest.mark.parametrize("name", runnable())
 def test_commands_of_a_page_run_in_order(place: Path, name: str) -> None:
     from tests.helpers import medusa
@@ -292,6 +292,7 @@ def test_python_pages_are_those_that_are_run() -> None:
     }
 
 
+@pytest.mark.slow
 def test_python_of_the_readme_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [block] = [block for block in PYTHON if block.page.name == "README.md"]
     code = block.code.replace('"qwen2.5-coder-0.5b"', repr(MODEL))
@@ -300,6 +301,7 @@ def test_python_of_the_readme_runs(place: Path, monkeypatch: pytest.MonkeyPatch)
     assert names["text"] is not None
 
 
+@pytest.mark.slow
 def test_python_page_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("llguidance")
     names = run_python(*(block for block in PYTHON if block.page.name == "python.md"))
@@ -308,6 +310,7 @@ def test_python_page_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert Path("runs/mine/drafter") == names["trained"].run.drafter_dir
 
 
+@pytest.mark.slow
 def test_python_of_the_server_runs(place: Path) -> None:
     pytest.importorskip("openai")
     from medusa_cli import Medusa

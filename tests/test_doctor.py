@@ -107,6 +107,7 @@ def look(case: Case, name: str) -> Finding:
     return finding
 
 
+@pytest.mark.slow
 def test_a_sound_run_passes_every_quick_check(case: Case) -> None:
     statuses = {name: examine(case, name).status for name in CHECKS if name != "acceptance"}
     assert set(statuses.values()) == {"pass"}, statuses
@@ -183,6 +184,7 @@ def test_conversations_held_out_in_training_come_first(case: Case) -> None:
     assert {conversation.id for conversation in first} == held_out and 2 <= len(held_out) < 12
 
 
+@pytest.mark.slow
 def test_text_that_the_model_would_not_write_is_found(case: Case) -> None:
     greedy = look(case, "own words")
     assert greedy.status == "pass" and greedy.figures["greedy_agreement"] > 0.99

@@ -106,7 +106,7 @@ def batch_of(drafter: HeadDrafter, backbone: Backbone, segment: list[int]) -> Ba
     return Batch(hidden, ids[torch.randint(0, len(ids), (count,))], torch.tensor(segment))
 
 
-@pytest.mark.quick("llama", "gemma3", "mistral-window")
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_is_identical_in_every_family(family: str) -> None:
     # The context ends in the middle of a draft.
@@ -123,6 +123,7 @@ def test_greedy_output_is_identical_in_every_family(family: str) -> None:
 
 
 # Of the larger size, EAGLE's layer is the native one.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "hidden"),
     [("medusa", 32), ("hydra++-prompt", 32), ("eagle-draft", 32), ("eagle-draft", 64)],
@@ -139,7 +140,7 @@ def test_trees_that_grow_together_in_a_batch_change_no_answer(kind: str, hidden:
         assert any(step.growth and step.nodes > 1 for step in answer)
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("shape", ["static", "dynamic"])
 @pytest.mark.parametrize("kind", OF_STATES)
@@ -179,7 +180,7 @@ TORCH = ("dynamic", "gemma3", "torch")
 EAGER = ("dynamic", "llama", "eager")
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shape", "family", "engine"),
     [(kind, *setting) for kind in KINDS for setting in (NATIVE, TORCH)]
@@ -201,6 +202,7 @@ def test_sequences_of_a_batch_take_the_steps_that_each_takes_alone(
         assert tokens_of(steps) == tokens_of(generate_plain(backbone, prompt, **rules))
 
 
+@pytest.mark.quick("firp-draft", "hydra-rows")
 @pytest.mark.parametrize("kind", KINDS)
 def test_dynamic_trees_keep_budget_and_depth_and_hold_what_static_ones_hold(kind: str) -> None:
     backbone = tiny_backbone(layers=4)
@@ -226,6 +228,7 @@ def test_dynamic_trees_keep_budget_and_depth_and_hold_what_static_ones_hold(kind
     assert cold.tree.max_depth > hot.tree.max_depth or max(hot.tree.widths) > max(cold.tree.widths)
 
 
+@pytest.mark.quick("medusa-draft")
 @pytest.mark.parametrize("kind", KINDS)
 def test_loaded_drafters_draft_what_saved_ones_did(kind: str, tmp_path: Path) -> None:
     backbone = tiny_backbone(layers=4)
@@ -242,6 +245,7 @@ def test_loaded_drafters_draft_what_saved_ones_did(kind: str, tmp_path: Path) ->
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.quick("hydra")
 @pytest.mark.parametrize("kind", OF_STATES)
 def test_the_loss_is_the_decayed_cross_entropy_of_each_head(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -285,6 +289,7 @@ def test_the_loss_is_the_decayed_cross_entropy_of_each_head(
     assert all(gradient.any() for gradient in ours)
 
 
+@pytest.mark.quick("hydra")
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "amphista", "eagle"])
 def test_autoregressive_heads_regress_to_the_models_states(kind: str) -> None:
     backbone = tiny_backbone(layers=4)
@@ -308,6 +313,7 @@ def test_autoregressive_heads_regress_to_the_models_states(kind: str) -> None:
     assert loss() == loss(regress=drafter.regress) and loss(stage=2) == loss(stage=2, regress=0.0)
 
 
+@pytest.mark.quick("hydra-raw")
 @pytest.mark.parametrize("kind", OF_STATES)
 def test_conversations_of_a_batch_do_not_see_one_another(kind: str) -> None:
     backbone = tiny_backbone(layers=4)
@@ -334,6 +340,7 @@ def test_prompts_are_seen_and_not_learned() -> None:
     assert not torch.equal(losses.total, again.total)
 
 
+@pytest.mark.quick("amphista-prompt", "medusa")
 @pytest.mark.parametrize(
     "kind", [kind for kind in OF_STATES if not kind.startswith(("eagle", "hydra-raw"))]
 )
@@ -348,6 +355,7 @@ def test_fresh_heads_guess_what_the_lm_head_says(kind: str) -> None:
     )
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.usefixtures("exact")
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("family", FAMILIES)
@@ -516,6 +524,16 @@ def test_drafters_of_another_model_are_refused(tmp_path: Path) -> None:
         load_drafter(tmp_path, backbone)
 
 
+@pytest.mark.quick(
+    "eagle-['drafter.conditional=8']",
+    "eagle-['drafter.taps=[4]']",
+    "firp-['drafter.layers=[1,2]', 'drafter.num_heads=1']",
+    "firp-['drafter.layers=[3,1]', 'drafter.num_heads=2']",
+    "firp-['drafter.layers=[4]', 'drafter.num_heads=1']",
+    "firp-['drafter.matrices=one']",
+    "firp-['drafter.vocabulary=own']",
+    "medusa-['drafter.prefix_layers=1']",
+)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -564,6 +582,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.quick("medusa")
 @pytest.mark.parametrize("name", FRESH)
 def test_each_drafter_answers_in_chat_what_the_model_does(place: Path, name: str) -> None:
     words = [
@@ -583,6 +602,7 @@ def test_each_drafter_answers_in_chat_what_the_model_does(place: Path, name: str
         assert answer["answer"] == plain["answer"] != "" and answer["acceptance_length"] >= 1
 
 
+@pytest.mark.quick("firp")
 @pytest.mark.parametrize("name", FRESH)
 def test_each_drafter_is_compared_as_it_is_calibrated(place: Path, name: str) -> None:
     run, data = (
@@ -599,6 +619,7 @@ def test_each_drafter_is_compared_as_it_is_calibrated(place: Path, name: str) ->
     )
 
 
+@pytest.mark.slow
 def test_all_drafters_run_in_one_bench_and_each_learned_something(place: Path) -> None:
     methods = ["ar", *sorted(FRESH)]
     words = [

@@ -63,6 +63,7 @@ def conversations(outcomes: list[Outcome]) -> list[Conversation]:
     )
 
 
+@pytest.mark.slow
 def test_turns_follow_one_another_and_conversations_run_side_by_side(
     server: ChatServer, model: str
 ) -> None:
@@ -209,6 +210,7 @@ def ids(run: Path) -> list[str]:
     )
 
 
+@pytest.mark.slow
 def test_server_that_dies_half_way_costs_no_sample_and_doubles_none(
     server: ChatServer, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def several_rows(x: Tensor, weight: Tensor) -> Tensor:
     return (x.float() @ weight.float().T)[None]
 
 
+@pytest.mark.quick("mistral-window", "qwen3")
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2", "qwen3", "gemma3"])
 def test_probe_finds_a_tree_with_the_bits_of_plain_decoding(family: str) -> None:
     _, engine = backbone_with(family, plain_kernels)
@@ -119,7 +120,7 @@ def test_a_cpu_needs_no_exact_path(tmp_path: Path) -> None:
         load_backbone(str(save_model(tmp_path / "model")), LoadOptions(exact=True))
 
 
-@pytest.mark.quick("16 nodes-False", "deeper than the lag-True")
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("tree", TREES)
 def test_greedy_answers_over_trees_are_those_of_plain_decoding(tree: str, graphs: bool) -> None:

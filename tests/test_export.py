@@ -51,6 +51,7 @@ def medusa_run(
     return run
 
 
+@pytest.mark.slow
 def test_size_of_heads_with_full_matrices_is_told_before_they_are_written(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,6 +111,7 @@ def draft_tokens(run: Run, backbone: Backbone) -> list[int]:
     return draft_of(run.drafter_dir, backbone)[0]
 
 
+@pytest.mark.quick("shared-settings4")
 @pytest.mark.parametrize(
     ("vocabulary", "settings"),
     [
@@ -171,6 +173,7 @@ def test_no_token_outside_the_draft_vocabulary_is_the_likeliest(
     assert (logits[:, ids] < 0).all() and torch.isin(logits.argmax(1), ids).all()
 
 
+@pytest.mark.quick("hf-firp", "speculators-hydra")
 @pytest.mark.parametrize(
     ("format", "kind"),
     [
@@ -346,6 +349,7 @@ def test_a_failed_write_leaves_the_earlier_export(
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.quick("export_eagle3")
 @pytest.mark.parametrize("export", [export_eagle3, export_speculators])
 def test_an_eagle_without_a_matrix_is_written_with_its_rows_of_the_lm_head(
     tmp_path: Path, model: str, backbone: Backbone, export: Callable[..., Any]

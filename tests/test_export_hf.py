@@ -112,7 +112,7 @@ def compare(folder: Path, prompt: torch.Tensor = PROMPT, **settings) -> int:
     return len(passes)
 
 
-@pytest.mark.quick("medusa", "hydra over conversations")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_drafts_as_in_our_own_decoding(
     export: Export, name: str, monkeypatch: pytest.MonkeyPatch
@@ -139,7 +139,7 @@ def test_every_kind_drafts_as_in_our_own_decoding(
     assert len(passes) == len(steps)
 
 
-@pytest.mark.quick("mistral-window-settings0", "gemma3-settings2", "llama-settings4")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -157,6 +157,7 @@ def test_families_samples_and_penalties_give_the_tokens_of_plain_generate(
     compare(export(family=family), **settings)
 
 
+@pytest.mark.slow
 def test_nothing_is_drafted_beyond_learned_positions(tmp_path: Path) -> None:
     network = tiny_network("gpt2", vocab_size=64, max_position_embeddings=PROMPT.shape[1] + TOKENS)
     run = random_run(tmp_path / "run", save_network(network, tmp_path / "model"), "medusa")
@@ -168,6 +169,7 @@ def test_repeated_text_is_drafted(export: Export) -> None:
     assert compare(export("medusa"), PROMPT.repeat(1, 4)) < TOKENS
 
 
+@pytest.mark.slow
 def test_it_runs_offline_without_this_package(export: Export, tmp_path: Path) -> None:
     code = (
         "import sys, torch; sys.modules['medusa_cli'] = None\n"
@@ -200,6 +202,7 @@ def test_the_adapter_is_merged(tmp_path: Path) -> None:
     torch.testing.assert_close(merged, exported(PROMPT).logits, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.quick("stored2-written2")
 @pytest.mark.parametrize(
     ("stored", "written"),
     [
@@ -320,6 +323,7 @@ def test_the_faster_way_is_used_and_the_other_is_retried(pays: bool) -> None:
     assert late[pays] > 3900 and late[not pays] > early[not pays] > 0
 
 
+@pytest.mark.slow
 def test_left_padding_scores_and_logits(export: Export) -> None:
     folder = export()
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -355,6 +359,7 @@ def test_the_streamer_gets_every_token(export: Export) -> None:
     assert "".join(pieces).split() == tiny_tokenizer().decode(answer[0, PROMPT.shape[1] :]).split()
 
 
+@pytest.mark.slow
 def test_stop_strings_end_an_answer_as_in_plain_generate(export: Export) -> None:
     folder, tokenizer = export(), tiny_tokenizer()
     # Before which StopStringCriteria sets every token, to see what it adds.
@@ -398,6 +403,7 @@ def test_interleaved_answers_of_one_model_keep_their_own_texts(export: Export, n
     ] == alone
 
 
+@pytest.mark.slow
 def test_unsupported_arguments_are_refused_by_name(export: Export) -> None:
     folder = export()
     model = AutoModelForCausalLM.from_pretrained(folder.parent / "model")

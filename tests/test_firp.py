@@ -100,7 +100,7 @@ def reference(family: str, drafter: Firp, tokens: list[int], positions: int = 51
     return base.norm(x)[0, n:]
 
 
-@pytest.mark.quick
+@pytest.mark.quick("torch-mistral-window")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 def test_extra_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine: str) -> None:
@@ -120,6 +120,7 @@ def test_extra_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine: 
         assert torch.allclose(out.extra[node], reference(family, drafter, path), atol=1e-4), node
 
 
+@pytest.mark.quick("eager")
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 def test_a_long_prompt_ends_in_its_last_tokens_extra_rows(engine: str) -> None:
     backbone = backbone_of("llama", engine, positions=1024)
@@ -134,7 +135,7 @@ class Watched(Recording, Firp):
     pass
 
 
-@pytest.mark.quick("static-native", "dynamic-eager")
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize(
     "shape", [Tree.dense([12, 4, 2]), DynamicTree(60, 3)], ids=["static", "dynamic"]

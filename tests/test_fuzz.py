@@ -19,6 +19,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
         yield Ground(tmp_path_factory.mktemp("fuzz"))
 
 
+@pytest.mark.slow
 def test_unchanged_files_give_results(ground: Ground) -> None:
     for line in (
         COMMANDS["chat"],

@@ -214,7 +214,7 @@ def refused(path: Path, *parts: str) -> None:
     assert all(part in text for part in parts), text
 
 
-@pytest.mark.quick("F32", "Q5_1", "Q8_0")
+@pytest.mark.slow
 @EACH_KIND
 def test_a_file_is_decoded_as_the_weights_that_it_holds(file: Path, kind: Kind) -> None:
     network = write_gguf(file, kind)
@@ -234,6 +234,7 @@ def test_a_file_is_decoded_as_the_weights_that_it_holds(file: Path, kind: Kind) 
     )
 
 
+@pytest.mark.slow
 def test_factors_of_rotary_frequencies_are_read(file: Path) -> None:
     factors = np.array([1, 1.5, 4, 8], np.float32)
     network = write_gguf(
@@ -252,7 +253,7 @@ def test_factors_of_rotary_frequencies_are_read(file: Path) -> None:
     )
 
 
-@pytest.mark.quick("F16", "Q4_0", "Q8_0")
+@pytest.mark.slow
 @EACH_KIND
 def test_the_bits_of_a_file_are_multiplied_as_they_are(file: Path, kind: Kind) -> None:
     network = write_gguf(file, kind)
@@ -281,7 +282,7 @@ def test_the_bits_of_a_file_are_multiplied_as_they_are(file: Path, kind: Kind) -
         )
 
 
-@pytest.mark.quick("BF16", "Q4_1")
+@pytest.mark.quick("BF16")
 @EACH_KIND
 def test_other_engines_read_the_same_numbers(file: Path, kind: Kind) -> None:
     network = write_gguf(file, kind)
@@ -292,7 +293,7 @@ def test_other_engines_read_the_same_numbers(file: Path, kind: Kind) -> None:
     )
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
 def test_experts_are_read_from_the_file(
@@ -820,7 +821,9 @@ OTHERS: dict[str, Callable[[Path, Kind], Any]] = {
 }
 
 
-@pytest.mark.quick
+@pytest.mark.quick(
+    "granite with experts-Q8_0", "mistral3-F32", "olmo2-F32", "phi3 with factors-F32", "smollm3-F32"
+)
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_architectures_are_read_from_the_file(file: Path, family: str, kind: Kind) -> None:
@@ -837,7 +840,7 @@ def test_other_architectures_are_read_from_the_file(file: Path, family: str, kin
     assert weights_of(ModelSource.of(str(file))) is not None
 
 
-@pytest.mark.quick("MXFP4")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.Q8_0, Kind.F16], ids=lambda kind: kind.name)
 def test_experts_of_gpt_oss_are_multiplied_as_they_are(file: Path, kind: Kind) -> None:
     network = write_gpt_oss(file, kind)
@@ -865,7 +868,7 @@ def test_experts_of_gpt_oss_are_multiplied_as_they_are(file: Path, kind: Kind) -
     assert float((logits - expected).norm() / expected.norm()) < 1e-4
 
 
-@pytest.mark.quick
+@pytest.mark.quick("255-eager")
 @pytest.mark.parametrize("engine", ["native", "eager"])
 @pytest.mark.parametrize("scale", [253, 255])
 def test_scales_of_experts_that_are_too_large_are_refused(
@@ -887,6 +890,7 @@ def test_a_file_of_gpt_oss_without_biases_of_experts_is_refused(file: Path) -> N
     refused(file, name.decode())
 
 
+@pytest.mark.quick("gpt-oss-ends1")
 @pytest.mark.parametrize(
     ("family", "ends"),
     [
@@ -954,6 +958,9 @@ def test_files_of_others_that_would_not_be_read_whole_are_refused(
     refused(file, part)
 
 
+@pytest.mark.quick(
+    "gemma3-rope.scaling.factor", "gpt-oss-attention.sliding_window", "granite-embedding_length"
+)
 @pytest.mark.parametrize(
     ("family", "key"),
     [
@@ -1000,7 +1007,7 @@ def asked(path: Path, call: str, bodies: list[dict[str, Any]]) -> list[Any]:
     return [answer(call, body) for body in bodies]
 
 
-@pytest.mark.quick("lfm2", "gemma4", "gpt-oss")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*HYBRIDS, *OTHERS])
 def test_llama_cpp_gives_the_same_probabilities(file: Path, family: str) -> None:
     (HYBRIDS | OTHERS)[family](file, Kind.F32)
@@ -1018,6 +1025,7 @@ def test_llama_cpp_gives_the_same_probabilities(file: Path, family: str) -> None
     torch.testing.assert_close(ours[numbers], theirs, rtol=0, atol=bound)
 
 
+@pytest.mark.slow
 def test_llama_cpp_multiplies_mxfp4_alike(file: Path) -> None:
     write_gpt_oss(file, Kind.MXFP4, 5.0, 190)
     body = {"prompt": PROMPT, "n_predict": 1, "temperature": -1.0, "n_probs": 20}
@@ -1065,7 +1073,7 @@ def add_digits(writer: gguf.GGUFWriter, kind: str) -> None:
 TEXTS = ("ab c", "bc  ab a\n\n b1 22 \u00e9", " ab 12", "  12 it's 121", "a\t b <unused3>   c\n \n")
 
 
-@pytest.mark.quick("granite-add_digits-dbrx", "gemma3-add_pieces-llama", "gemma4-add_pieces-gemma4")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "add", "kind"),
     [
@@ -1106,7 +1114,7 @@ def test_digits_of_a_llama_s_file_are_split_as_llama_cpp_does(
         assert tokenizer.encode(own, add_special_tokens=False) == answer["tokens"], own
 
 
-@pytest.mark.quick
+@pytest.mark.quick("qwen35 with a value head for each key head-F32", "qwen35 with experts-F32")
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_layers_with_a_running_state_are_read_from_the_file(
@@ -1127,6 +1135,7 @@ def test_layers_with_a_running_state_are_read_from_the_file(
 LATER = {"model.layers.4.eh_proj.weight": torch.ones(64, 128)}
 
 
+@pytest.mark.slow
 def test_layers_that_predict_later_tokens_are_left_out(file: Path) -> None:
     network = write_qwen35(file, Kind.F32, later=LATER)
     backbone = load_backbone(str(file), FP32)
@@ -1136,6 +1145,7 @@ def test_layers_that_predict_later_tokens_are_left_out(file: Path) -> None:
     torch.testing.assert_close(forward(backbone, ids).logits, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_drafts_over_a_hybrid_s_file_are_plain_decoding(file: Path) -> None:
     write_qwen35(file, Kind.Q8_0)
     backbone = load_backbone(str(file))
@@ -1166,6 +1176,7 @@ def test_a_hybrid_s_file_with_a_negative_number_of_layers_is_refused(file: Path)
     refused(file, "layers")
 
 
+@pytest.mark.slow
 def test_words_of_qwen35_s_file_are_split_as_its_own(file: Path) -> None:
     write_qwen35(file, Kind.F32)
     tokenizer = load_backbone(str(file), FP32).tokenizer
@@ -1175,6 +1186,7 @@ def test_words_of_qwen35_s_file_are_split_as_its_own(file: Path) -> None:
     assert len(words) == 1
 
 
+@pytest.mark.quick("eager")
 @pytest.mark.parametrize("engine", ["native", "eager"])
 def test_a_file_without_an_lm_head_shares_the_embeddings(file: Path, engine: str) -> None:
     write_gguf(file, leave_out="lm_head")
@@ -1183,6 +1195,7 @@ def test_a_file_without_an_lm_head_shares_the_embeddings(file: Path, engine: str
     torch.testing.assert_close(backbone.lm_head_weight, torch.from_numpy(np.array(embeddings)))
 
 
+@pytest.mark.quick("BF16")
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16], ids=lambda kind: kind.name)
 def test_the_same_weights_in_another_file_have_the_same_digest(
     file: Path, tmp_path: Path, kind: Kind
@@ -1204,6 +1217,7 @@ def test_the_same_weights_in_another_file_have_the_same_digest(
     )
 
 
+@pytest.mark.slow
 def test_commands_and_python_take_a_file_and_name_it_by_its_path(file: Path) -> None:
     write_gguf(file)
     words = ["chat", "--model", file, "--dtype", "fp32", "--prompt", "ab", "--max-new-tokens", "8"]
@@ -1218,6 +1232,7 @@ def test_commands_and_python_take_a_file_and_name_it_by_its_path(file: Path) -> 
     assert ModelSource.of(str(file)).gguf == file
 
 
+@pytest.mark.slow
 def test_metadata_is_written_once_and_again_when_the_file_changes(
     file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1237,6 +1252,7 @@ def test_metadata_is_written_once_and_again_when_the_file_changes(
     assert sorted(path.suffix for path in cache.iterdir() if path.suffix != ".lock") == ["", ""]
 
 
+@pytest.mark.slow
 def test_files_beside_it_are_not_read(file: Path) -> None:
     write_gguf(file)
     for name in (
@@ -1249,6 +1265,7 @@ def test_files_beside_it_are_not_read(file: Path) -> None:
     load_backbone(str(file), FP32)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_turn_ends_an_answer(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(file, change=lambda writer: writer.add_eot_token_id(END - 1))
     assert load_backbone(str(file), FP32).eos_ids == {END, END - 1}
@@ -1280,6 +1297,7 @@ def test_positions_are_scaled_by_the_key_of_older_files(file: Path) -> None:
     assert load_backbone(str(file), FP32).config.rope_parameters["factor"] == 4
 
 
+@pytest.mark.slow
 def test_chat_needs_a_template(file: Path) -> None:
     write_gguf(file, template=None)
     done = medusa("chat", "--model", file, "--lookup", "--prompt", "ab", exit_code=1)
@@ -1299,6 +1317,16 @@ def turned(writer: gguf.GGUFWriter) -> None:
     writer.add_tensor("blk.1.ffn_up.weight", np.ones((32, 64), np.float32))
 
 
+@pytest.mark.quick(
+    "options10-scaled",
+    "options12-00001-of-00003",
+    "options14-alignment",
+    "options2-ffn_up",
+    "options6-Q8_1",
+    "options7-rope_freqs",
+    "options8-rope_freqs",
+    "options9-rope_freqs.bias",
+)
 @pytest.mark.parametrize(
     ("options", "part"),
     [
@@ -1363,6 +1391,7 @@ def split_files(file: Path) -> list[Path]:
     return sorted(file.parent.glob(f"{file.stem}-*-of-*.gguf"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_is_small", [False, True])
 def test_a_model_in_several_files_is_that_of_one(file: Path, first_is_small: bool) -> None:
     write_gguf(file)
@@ -1376,6 +1405,7 @@ def test_a_model_in_several_files_is_that_of_one(file: Path, first_is_small: boo
     assert split.identity["weights"] == whole.identity["weights"]
 
 
+@pytest.mark.slow
 def test_a_change_in_any_of_several_files_is_seen(file: Path) -> None:
     write_gguf(file, split_max_tensors=8)
     first, *others = split_files(file)
@@ -1389,6 +1419,7 @@ def test_a_change_in_any_of_several_files_is_seen(file: Path) -> None:
     assert not torch.equal(forward(load_backbone(str(first), FP32), ids).logits, before)
 
 
+@pytest.mark.quick("adapter.type-lora-LoRA adapter")
 @pytest.mark.parametrize(
     ("key", "value", "part"),
     [
@@ -1454,6 +1485,7 @@ def test_a_split_model_that_must_be_dequantized_is_refused(
     refused(split_files(file)[0], "llama-gguf-split --merge")
 
 
+@pytest.mark.quick("context_length", "feed_forward_length")
 @pytest.mark.parametrize(
     "name",
     [
@@ -1529,6 +1561,7 @@ def test_other_files_are_no_models(file: Path, data: bytes) -> None:
         str(ModelSource.of("missing.gguf").folder)
 
 
+@pytest.mark.quick("llama.cpp-ngram")
 @pytest.mark.parametrize("name", LLAMA)
 def test_llama_cpp_decodes_the_same_file(file: Path, name: str) -> None:
     pytest.importorskip("xllamacpp")
@@ -1543,6 +1576,7 @@ def test_llama_cpp_decodes_the_same_file(file: Path, name: str) -> None:
         llama_method(name, file, backbone)
 
 
+@pytest.mark.slow
 def test_no_end_token_follows_a_raw_prompt(file: Path) -> None:
     write_gguf(file, change=lambda writer: writer.add_add_eos_token(True))
     medusa = Medusa.from_pretrained(str(file), drafter=None, dtype="fp32")
@@ -1550,6 +1584,7 @@ def test_no_end_token_follows_a_raw_prompt(file: Path) -> None:
     assert END not in medusa.encode("", raw=True)
 
 
+@pytest.mark.slow
 def test_the_first_token_still_precedes_a_raw_prompt(file: Path) -> None:
     def change(writer: gguf.GGUFWriter) -> None:
         writer.add_bos_token_id(END - 1)
@@ -1578,6 +1613,7 @@ def test_ids_without_a_token_have_no_text(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer("ab <unused0>")["input_ids"]) == "ab <unused0>"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gguf", "index"])
 def test_a_later_start_of_chat_reads_each_file_of_the_model_once(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -1633,6 +1669,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_a_later_start_imports_nothing_that_it_does_not_need(file: Path) -> None:
     # transformers' config of a Llama imports some of these modules itself.
     write_gguf(file, arch="qwen2", network=tiny_network("qwen2"))

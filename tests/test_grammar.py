@@ -66,7 +66,7 @@ def answers(backbone: Backbone, grammar: Grammar, drafted: str | None, **rules: 
     return list(generate(backbone, drafter, policy, PROMPT, **rules))
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.parametrize("drafted", DRAFTED)
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_answers_by_a_schema_do_not_depend_on_drafts(drafted: str, sampling: Sampling) -> None:
@@ -78,7 +78,7 @@ def test_answers_by_a_schema_do_not_depend_on_drafts(drafted: str, sampling: Sam
     jsonschema.validate(PERSON, json.loads(backbone.decode(tokens_of(steps))))
 
 
-@pytest.mark.quick("4")
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [4, 12])
 def test_random_schemas_are_followed(count: int) -> None:
     chance, backbone = random.Random(1), byte_backbone()
@@ -106,6 +106,7 @@ def next_tokens(backbone: Backbone, text: str) -> list[int]:
     return sorted(allowed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sort", ["regex", "grammar", "gbnf"])
 def test_greedy_tokens_are_the_best_allowed_ones(sort: str) -> None:
     choices = " | ".join(json.dumps(word) for word in LANGUAGE)
@@ -124,7 +125,7 @@ def test_greedy_tokens_are_the_best_allowed_ones(sort: str) -> None:
             assert tokens_of(answers(backbone, grammar, drafted)) == expected
 
 
-@pytest.mark.quick("1000")
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [1000, 3000])
 def test_sampling_keeps_the_constrained_distribution(runs: int) -> None:
     """Texts that come out through drafts are distributed as those of plain constrained sampling."""
@@ -205,6 +206,7 @@ def test_grammars_that_cannot_go_back_are_followed_with_drafts(
     assert tokens_of(steps) == tokens_of(answers(backbone, grammar, None, logits_options=options))
 
 
+@pytest.mark.slow
 def test_forced_tokens_of_one_pass_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_cli.decode.policy.MAX_FORCED", 5)
     backbone = byte_backbone()
@@ -250,6 +252,7 @@ def test_an_answer_beyond_the_limits_of_grammars_ends(monkeypatch: pytest.Monkey
     assert tokens[-1] == END_ID and backbone.decode(tokens) == "aaa"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [
@@ -336,6 +339,7 @@ def test_closing_leaves_schemas_satisfiable(schema: dict[str, Any]) -> None:
             jsonschema.validate(schema, json.loads(backbone.decode(tokens)))
 
 
+@pytest.mark.quick("no-such-format")
 @pytest.mark.parametrize("format", ["password", "path", "int32", "no-such-format"])
 def test_unknown_formats_are_remarks(format: str) -> None:
     schema = {"type": "string", "format": format, "maxLength": 5}
@@ -380,6 +384,7 @@ BRACKETED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.quick("None-{'regex': '<tool_call>x{2}'}")
 @pytest.mark.parametrize(
     ("source", "text"), BRACKETED, ids=[str(source) for source, _ in BRACKETED]
 )
@@ -438,6 +443,9 @@ CHAIN = {
 }
 
 
+@pytest.mark.quick(
+    "sources1-json_schema", "sources10-grammar", "sources13-regex", "sources3-json_schema"
+)
 @pytest.mark.parametrize(
     ("sources", "name"),
     [
@@ -495,6 +503,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
+@pytest.mark.slow
 def test_chat_answers_by_a_form(model: str, tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text(json.dumps(PERSON))
     (tmp_path / "grammar.lark").write_text('start: "yes" | "no"')

@@ -43,6 +43,7 @@ def push(folder: Path, *words: str, exit_code: int = 0) -> str:
     return medusa(*command, exit_code=exit_code).output
 
 
+@pytest.mark.slow
 def test_a_pushed_drafter_chats_as_the_run_it_comes_from(
     hub: Hub, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_pushed_drafter_chats_as_the_run_it_comes_from(
     assert of_hub["drafting"]["medusa"]["nodes"] == of_run["drafting"]["medusa"]["nodes"] > 1
 
 
+@pytest.mark.slow
 def test_a_drafter_of_the_hub_works_from_the_cache_without_a_network(
     hub: Hub, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +154,7 @@ def test_a_gguf_file_of_a_repository_is_a_model(
     assert ModelSource.of("owner/tiny-GGUF:Q8_0").gguf.read_bytes() == file.read_bytes()
 
 
+@pytest.mark.slow
 def test_all_files_of_a_split_model_are_downloaded(hub: Hub, tmp_path: Path) -> None:
     network = write_gguf(tmp_path / "tiny-q8_0.gguf", split_max_tensors=8)
     files = list(tmp_path.glob("*-of-*.gguf"))

@@ -44,6 +44,7 @@ def fine_tuned(model: str, folder: Path) -> str:
     return saved(network, folder)
 
 
+@pytest.mark.slow
 def test_fine_tune_of_linear_layers_has_another_identity(model: str, tmp_path: Path) -> None:
     original, tuned = (
         load_backbone(name, FP32).identity
@@ -54,6 +55,7 @@ def test_fine_tune_of_linear_layers_has_another_identity(model: str, tmp_path: P
         check_backbone(original, tuned, "the drafter")
 
 
+@pytest.mark.slow
 def test_every_way_to_load_a_checkpoint_gives_the_same_digest(model: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     network, _ = load_network(ModelSource.of(model), FP32)

@@ -80,6 +80,7 @@ def medusa_reference(
     return [root, *(ranked[len(path) - 1][path[-1]] for path in TREE.choices)]
 
 
+@pytest.mark.quick("pytorch_model.bin")
 @pytest.mark.parametrize("file", [FILE, "medusa_lm_head.safetensors", "pytorch_model.bin"])
 def test_fasterdecoding_heads_draft_as_their_own_code(
     tmp_path: Path, model: str, backbone: Backbone, file: str
@@ -205,6 +206,7 @@ def test_a_run_is_named_after_its_folder_or_file(
     assert import_drafter(f"{name}/{FILE}", model=model)[0].path.name == "medusa_lm_head"
 
 
+@pytest.mark.slow
 def test_an_imported_run_goes_through_calibrate_tree_chat_and_bench(
     tmp_path: Path, model: str
 ) -> None:
@@ -285,6 +287,19 @@ UNFIT: dict[str, tuple[Callable[[], Tensors], dict | None, str]] = {
 }
 
 
+@pytest.mark.quick(
+    "a map beside its marks",
+    "a map outside",
+    "a number as 10^12",
+    "eight-bit floats",
+    "extra",
+    "hydra, 4 billion heads",
+    "hydra, prefix",
+    "missing",
+    "no known layout",
+    "no tensors",
+    "too few heads",
+)
 @pytest.mark.parametrize("name", UNFIT)
 def test_unfit_tensors_are_named_and_nothing_is_written(
     tmp_path: Path, model: str, name: str

@@ -52,6 +52,7 @@ def test_there_are_five() -> None:
     assert len(PROGRAMS) == 5
 
 
+@pytest.mark.slow
 def test_gradio(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
     interface = lambda answer: SimpleNamespace(launch=lambda: shown.append(answer))  # noqa: E731
@@ -66,6 +67,7 @@ def test_gradio(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last == names["medusa"].generate(messages, max_new_tokens=200).text
 
 
+@pytest.mark.slow
 def test_fastapi() -> None:
     names = program("An endpoint")
 
@@ -98,6 +100,7 @@ class ChatOpenAI:
             yield SimpleNamespace(content=chunk.choices[0].delta.content or "")
 
 
+@pytest.mark.slow
 def test_langchain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         import langchain_openai  # noqa: F401
@@ -114,6 +117,7 @@ def test_langchain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "\n".join(answers)
 
 
+@pytest.mark.slow
 def test_batch_job(tmp_path: Path) -> None:
     prompts = [f"w{number} w9" for number in range(10)]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))
@@ -126,6 +130,7 @@ def test_batch_job(tmp_path: Path) -> None:
     assert answers.read_text() == whole
 
 
+@pytest.mark.slow
 def test_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
     rows = program("A notebook")["rows"]

@@ -292,6 +292,7 @@ def test_bf16_model_is_trained_in_fp32_by_the_recipe(tmp_path: Path) -> None:
     medusa("train", *words, "drafter.num_heads=2", "drafter.vocabulary=own", "train.epochs=1")
 
 
+@pytest.mark.slow
 def test_validation_does_not_depend_on_batches(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     data = split_conversations(random_conversations(24), ReadReport(), max_length=30, fraction=0.4)
@@ -310,6 +311,7 @@ def test_validation_does_not_depend_on_batches(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.quick("PhiConfig")
 @pytest.mark.parametrize("config", [GPT2Config, PhiConfig, PhimoeConfig])
 def test_joint_training_has_no_noise_of_the_model(config: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)

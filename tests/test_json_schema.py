@@ -203,6 +203,7 @@ def check(schema: dict[str, Any], place: str = "top") -> None:
         assert taken or not valid or closed, (value, grammar.text)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("keyword", "schema"), FOLLOWED, ids=str)
 def test_keywords_are_followed_in_each_place(
@@ -298,6 +299,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("keyword", "schema"), REFUSED, ids=repr)
 def test_other_keywords_are_refused_by_place_and_name(

@@ -193,7 +193,7 @@ class Case:
         return (scores.softmax(-1)[:, None] @ values).flatten()
 
 
-@pytest.mark.quick("2-full_attention-20-0.0", "1-sliding_attention-90-2.0")
+@pytest.mark.quick("1-sliding_attention-90-2.0")
 @pytest.mark.parametrize(
     ("kv", "kind", "window", "cap"),
     [(2, FULL, 20, 0.0), (4, SLIDING, 20, 0.0), (1, SLIDING, 90, 2.0)],
@@ -209,7 +209,7 @@ def test_attention_is_that_of_doubles(
         assert close(ours[node], expected) and close(twin[node], expected)
 
 
-@pytest.mark.quick("0-5-full_attention", "127-17-sliding_attention")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [FULL, SLIDING])
 @pytest.mark.parametrize(("length", "nodes"), [(0, 5), (40, 40), (127, 17), (CHUNK + 33, 4)])
 def test_nodes_of_a_tree_attend_with_the_bits_of_plain_decoding(
@@ -233,6 +233,7 @@ def same_bits(trees: int, seed: int) -> None:
             assert torch.equal(case.alone(plain_kernels.attend, kind, node)[0], together[node])
 
 
+@pytest.mark.slow
 def test_many_small_trees() -> None:
     same_bits(60, 100)
 
@@ -270,6 +271,7 @@ def test_places_are_in_the_order_of_the_text() -> None:
             )
 
 
+@pytest.mark.quick("70-0.4-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("soft", [None, 0.4, 1.0])
 @pytest.mark.parametrize("width", [70, 2 * loss_kernel.BLOCK + 3])

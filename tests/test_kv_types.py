@@ -63,7 +63,7 @@ def rounded(rows: Any, kv: str) -> Any:
     return (numbers * scale).reshape(padded.shape)[..., : rows.shape[-1]]
 
 
-@pytest.mark.quick
+@pytest.mark.quick("16-q8_0")
 @EACH_TYPE
 @pytest.mark.parametrize("dim", [12, 16, 32, 80])
 def test_rows_are_rounded_each_by_itself(kv: str, dim: int) -> None:
@@ -94,7 +94,7 @@ def test_numbers_beyond_those_of_the_type_stay_finite(kv: str) -> None:
     assert torch.isfinite(forward(backbone, nodes, cache, TREE).logits).all()
 
 
-@pytest.mark.quick
+@pytest.mark.quick("fp16-mistral-window-None")
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-window"])
 @EACH_TYPE
@@ -106,7 +106,7 @@ def test_rows_have_the_same_bits_in_prompts_trees_and_one_by_one(
     assert_same_bits(backbone, text_of(600), (1, 5, 16, 31, 32, 77, 255, 257, 511, 590))
 
 
-@pytest.mark.quick
+@pytest.mark.quick("fp16-qwen3_5_text")
 @pytest.mark.parametrize("variant", ["gemma2", "gpt_oss", "gemma4_text", "phi", "qwen3_5_text"])
 @EACH_TYPE
 def test_variants_have_the_same_bits_and_nearly_the_same_logits(kv: str, variant: str) -> None:
@@ -121,6 +121,7 @@ def test_variants_have_the_same_bits_and_nearly_the_same_logits(kv: str, variant
         assert_same_bits(backbone, text, (1, 16, 33, 70))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2", "cohere"])
 def test_biases_of_keys_that_hardly_turn_take_no_bits_from_the_rest(kind: str) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e6}
@@ -185,7 +186,7 @@ def test_slots_keep_swap_grow_and_copy_their_rows(kv: str) -> None:
     assert torch.equal(forward(backbone, text[17:], cache, slot=1).logits, whole[17:])
 
 
-@pytest.mark.quick
+@pytest.mark.quick("None-fp16")
 @EACH_TYPE
 @pytest.mark.parametrize("kind", [None, "medusa", "eagle-draft"])
 def test_a_later_turn_is_answered_as_without_the_cached_prefix(kv: str, kind: str | None) -> None:

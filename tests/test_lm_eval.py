@@ -46,6 +46,7 @@ def likelihood(network: Any, context: list[int], rest: list[int]) -> tuple[float
     return float(chosen.sum()), bool((rows.argmax(-1) == torch.tensor(rest)).all())
 
 
+@pytest.mark.slow
 def test_echoed_log_likelihoods_are_those_of_transformers(server: Served, folder: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     greedy = network.generate(torch.tensor([[5, 9, 20]]), max_new_tokens=4, do_sample=False)

@@ -51,6 +51,7 @@ def infinite(tensors: dict[str, torch.Tensor]) -> None:
     tensors[MATRIX][3, 5] = float("inf")
 
 
+@pytest.mark.quick("infinite-not finite")
 @pytest.mark.parametrize(
     ("damage", "match"),
     [(infinite, "not finite"), (lambda tensors: tensors.pop(MATRIX), f"lack 1 tensors.*{MATRIX}")],
@@ -118,6 +119,7 @@ def test_a_damaged_shard_is_named(
     assert_refused(model, f"{shard.name} .*{match}.*download the model again")
 
 
+@pytest.mark.slow
 def test_missing_shards_are_all_named_before_torch_is_imported(model: Path) -> None:
     shards = split(model)
     load_backbone(str(model), FP32)
@@ -131,6 +133,7 @@ def test_missing_shards_are_all_named_before_torch_is_imported(model: Path) -> N
     assert shards[1].name in refused_early(model)
 
 
+@pytest.mark.quick("consolidated.safetensors", "m.gguf")
 @pytest.mark.parametrize("other", ["pytorch_model.bin", "consolidated.safetensors", "m.gguf"])
 def test_weights_of_another_format_are_named(model: Path, other: str) -> None:
     (model / WEIGHTS).rename(model / other)
@@ -148,6 +151,14 @@ def test_an_index_that_is_not_followed_is_told(
     assert [record.message for record in caplog.records if INDEX in record.message]
 
 
+@pytest.mark.quick(
+    "config.json-hidden_act-no_such-could not be loaded",
+    "config.json-intermediate_size-10000000-gate_proj",
+    "config.json-num_attention_heads-5-could not be loade",
+    "config.json-num_hidden_layers-1000000000-num_hidden_layers",
+    "config.json-num_hidden_layers-900-could not be loaded",
+    "generation_config.json-eos_token_id-value9-eos_token_i",
+)
 @pytest.mark.parametrize(
     ("name", "field", "value", "match"),
     [
@@ -222,6 +233,12 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
         load_backbone(str(tmp_path))
 
 
+@pytest.mark.quick(
+    "config0-encoder",
+    "config1-ALiBi",
+    "config5-'recurrent_gemma' .*running state.*Gemma 3",
+    "config7-'deepseek_v4' .*indexer.*DeepSeek V3",
+)
 @pytest.mark.parametrize(
     ("config", "match"),
     [
@@ -282,7 +299,7 @@ def set_config(**fields: Any) -> Callable[[Path], None]:
     return lambda model: change_json(model / "config.json", **fields)
 
 
-@pytest.mark.quick("running state-<lambda>", "indexer-<lambda>1", "no_such_kind-<lambda>")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flaw", "damage"),
     [
@@ -318,6 +335,7 @@ def test_logits_that_are_not_the_lm_heads_are_refused(
     assert_refused(model, "lm_head")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factors", [(12.0, 0.22), (1.0, 0.5), (0.5, 1.0)])
 def test_models_with_multipliers_in_their_layers_run_on_the_native_engine(
     tmp_path: Path, factors: tuple[float, float]
@@ -337,6 +355,7 @@ def test_models_with_multipliers_in_their_layers_run_on_the_native_engine(
         assert torch.allclose(forward(backbone, ids).logits, theirs, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("original", [40, 512])
 def test_attention_that_changes_with_the_position_runs_on_the_eager_engine(
     original: int, tmp_path: Path
@@ -367,6 +386,7 @@ def adapted(model: Path, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
+@pytest.mark.quick("target_modules-value4-does not fit the model")
 @pytest.mark.parametrize(
     ("field", "value", "match"),
     [
@@ -385,6 +405,7 @@ def test_impossible_adapter_config_is_refused(
     assert_refused(model, match, adapted)
 
 
+@pytest.mark.quick("{'modules_to_save': ['lm_head']}-modules_to_save")
 @pytest.mark.parametrize(
     ("more", "named"),
     [
@@ -454,6 +475,7 @@ def test_an_lm_head_of_an_adapter_that_is_not_the_models_is_refused(
     assert_refused(model, "lm_head.*merge it", tmp_path / "theirs")
 
 
+@pytest.mark.quick("adapter_model.bin")
 @pytest.mark.parametrize("other", ["adapter_model.bin", "adapters.safetensors", "adapters.npz"])
 def test_other_files_of_an_adapter_are_named(
     model: Path, adapted: Path, other: str, tmp_path: Path
@@ -467,6 +489,7 @@ def test_other_files_of_an_adapter_are_named(
     assert other in medusa(*words, exit_code=1).stderr
 
 
+@pytest.mark.slow
 def test_unknown_keys_of_an_adapter_config_are_ignored(model: Path, adapted: Path) -> None:
     more = {
         "init_lora_weights": "gaussian",

@@ -61,12 +61,14 @@ def batch_of(backbone: Backbone) -> Batch:
     return Batch(hidden, torch.tensor(IDS[1:]), torch.zeros(len(IDS) - 1, dtype=torch.long))
 
 
+@pytest.mark.quick("granite-fields0")
 @EACH
 def test_logits_are_the_networks_own(kind: str, fields: dict[str, Any]) -> None:
     network, backbone = network_and_backbone(kind, fields)
     assert torch.allclose(forward(backbone, IDS).logits, logits_of(network), atol=1e-4)
 
 
+@pytest.mark.quick("granite-fields0-torch")
 @pytest.mark.parametrize("engine", ["native", "torch"])
 @pytest.mark.parametrize(("kind", "fields"), [CHANGED[0], CHANGED[3]])
 def test_logits_of_other_engines_are_the_networks_own(
@@ -82,7 +84,7 @@ def test_logits_of_other_engines_are_the_networks_own(
         assert torch.equal(out.best, out.logits.argmax(-1).int())
 
 
-@pytest.mark.quick("cohere2-fields2-native")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "fields", "engine"),
     [(*CHANGED[0], "eager"), (*CHANGED[3], "eager"), (*CHANGED[1], "native")],
@@ -104,6 +106,7 @@ def test_log_probabilities_and_samples_are_the_models(
     assert_distributed(counts, expected * draws)
 
 
+@pytest.mark.quick("granite-fields0")
 @EACH
 def test_teachers_probabilities_are_the_models(kind: str, fields: dict[str, Any]) -> None:
     network, backbone = network_and_backbone(kind, fields)
@@ -114,6 +117,7 @@ def test_teachers_probabilities_are_the_models(kind: str, fields: dict[str, Any]
     assert torch.allclose(probabilities, logits_of(network)[:-1].softmax(-1), atol=1e-5)
 
 
+@pytest.mark.quick("cohere2-fields1")
 @EACH
 def test_loss_of_the_model_and_its_gradient_are_those_of_its_logits(
     kind: str, fields: dict[str, Any]

@@ -123,6 +123,7 @@ def test_linear_loss_is_the_plain_one(dtype: torch.dtype, soft: float, has_bias:
         )
 
 
+@pytest.mark.quick("MedusaHeads-draft-more0-objective0", "MedusaHeads-draft-more1-objective1")
 @pytest.mark.parametrize(
     ("drafter", "vocabulary", "more", "objective"),
     [

@@ -17,7 +17,7 @@ ROWS = {
 EVERY = [kind for of_group in NAMED.values() for kind in of_group]
 
 
-@pytest.mark.quick("gpt_oss", "lfm2", "llama4_text", "qwen3_vl", "paligemma", "hrm_text")
+@pytest.mark.quick("hrm_text", "llama4_text", "paligemma")
 @pytest.mark.parametrize("kind", EVERY)
 def test_type_runs_as_the_page_says(kind: str) -> None:
     outcome = survey(kind)

@@ -634,7 +634,7 @@ def test_a_context_can_be_filled_to_its_end(kind: str) -> None:
         assert tokens_of(drafted) == expected
 
 
-@pytest.mark.quick("fp32", "int8", "int4")
+@pytest.mark.quick("int4")
 @EACH_KIND
 def test_greedy_output_over_drafts_is_plain_decodings(kind: str) -> None:
     backbone = backbone_of(kind, layers=4)
@@ -743,7 +743,19 @@ def variant_of(variant: str, kind: str = "fp32", **fields: Any) -> Backbone:
     return backbone
 
 
-@pytest.mark.quick(*(f"fp32-{name}" for name in VARIANTS), "int4-gpt_oss", "int4-qwen2_moe")
+@pytest.mark.quick(
+    "fp32-apertus",
+    "fp32-cohere2",
+    "fp32-gemma2",
+    "fp32-glm4",
+    "fp32-granitemoeshared",
+    "fp32-hunyuan_v1_dense",
+    "fp32-nemotron",
+    "fp32-olmo",
+    "fp32-phimoe",
+    "fp32-smollm3",
+    "fp32-stablelm",
+)
 @EACH_VARIANT
 @pytest.mark.parametrize("kind", ["fp32", "int4"])
 def test_variant_gives_its_networks_logits_with_the_same_bits_everywhere(
@@ -769,7 +781,7 @@ def test_variant_gives_its_networks_logits_with_the_same_bits_everywhere(
             assert torch.equal(forward(backbone, text).logits, whole), (name, count)
 
 
-@pytest.mark.quick("exaone_moe", "gemma3", "gpt_oss", "apertus")
+@pytest.mark.quick("exaone_moe")
 @pytest.mark.parametrize(
     "variant",
     [
@@ -819,6 +831,7 @@ def save_mxfp4(folder: Path) -> tuple[str, Any]:
     return path, network
 
 
+@pytest.mark.slow
 def test_weights_in_mxfp4_are_mapped_with_their_exact_values(tmp_path: Path, apart: Path) -> None:
     path, network = save_mxfp4(tmp_path / "model")
     text = text_of(30, 128)
@@ -839,7 +852,7 @@ def test_weights_in_mxfp4_are_mapped_with_their_exact_values(tmp_path: Path, apa
         assert torch.isfinite(forward(load(path, **options), text).logits).all()
 
 
-@pytest.mark.quick("damage0", "damage4", "damage6")
+@pytest.mark.quick("damage0")
 @pytest.mark.parametrize(
     "damage",
     [
@@ -898,15 +911,7 @@ def assert_native_logits(network: Any, text: torch.Tensor) -> None:
 
 
 @pytest.mark.quick(
-    "gemma4_text-fields0",
-    "gemma4_text-fields2",
-    "stablelm-fields3",
-    "phi-fields4",
-    "granitemoeshared-fields5",
-    "gpt_oss-fields7",
-    "olmo-fields8",
-    "nanochat-fields10",
-    "phimoe-fields11",
+    "gemma4_text-fields0", "granitemoeshared-fields5", "nanochat-fields10", "olmo-fields8"
 )
 @pytest.mark.parametrize(
     ("variant", "fields"),
@@ -992,6 +997,7 @@ def test_experts_of_equal_scores_are_the_first() -> None:
     assert torch.equal(forward(backbone, text_of(20, 128)).logits, logits)
 
 
+@pytest.mark.slow
 def test_sinks_and_soft_caps_change_the_logits() -> None:
     text = text_of(30, 128)
     sunk, capped = tiny_network("granite_swa"), tiny_network("gemma2")
@@ -1007,7 +1013,7 @@ def test_sinks_and_soft_caps_change_the_logits() -> None:
         assert float((logits[0] - logits[1]).norm() / logits[1].norm()) > 0.05
 
 
-@pytest.mark.quick("-10000.0", "20.0")
+@pytest.mark.quick("20.0")
 @pytest.mark.parametrize("sink", [-1e4, 0.0, 20.0, 1e4])
 def test_sinks_of_any_size_take_their_share_with_all_instructions(sink: float) -> None:
     network, text = tiny_network("gpt_oss"), text_of(40, 128)

@@ -42,6 +42,7 @@ LAYERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.quick("own0", "own2")
 @pytest.mark.parametrize("own", LAYERS)
 def test_a_native_layer_computes_what_the_plain_one_does(own: dict[str, Any]) -> None:
     plain = with_packed_weights(busy_layer(**own))

@@ -210,7 +210,7 @@ def test_sequences_of_a_batch_decode_as_alone(model: str) -> None:
     assert [tokens_of(of_request) for of_request in steps] == alone
 
 
-@pytest.mark.quick
+@pytest.mark.quick("llama-native", "qwen3_5_text-eager")
 @pytest.mark.parametrize("engine", ["native", "eager"])
 @pytest.mark.parametrize("model", [*MODELS, "qwen3_5_moe_text", "llama"])
 def test_memory_is_reckoned_as_it_is_allocated(model: str, engine: str, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return zipfile.ZipFile(path).namelist()
 
 
+@pytest.mark.slow
 def test_every_file_of_the_package_is_in_the_wheel(wheel: list[str]) -> None:
     files = {
         path
@@ -193,6 +194,7 @@ def test_every_import_is_declared_and_every_dependency_is_used() -> None:
     assert imported() - OPTIONAL - BUILDING == known - INDIRECT
 
 
+@pytest.mark.slow
 def test_chat_runs_without_any_extra(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", save_model(tmp_path / "model"))
     missing = sorted({package for packages in EXTRAS.values() for package in packages})
@@ -214,6 +216,7 @@ def test_chat_runs_without_any_extra(tmp_path: Path) -> None:
     assert done.returncode == 0 and '"tokens": 6' in done.stdout, done.stderr
 
 
+@pytest.mark.quick("uvicorn-serve-words4")
 @pytest.mark.parametrize(
     ("package", "extra", "words"),
     [
@@ -302,6 +305,7 @@ def test_a_python_without_ensurepip_fetches_by_a_wheel_of_the_system_or_its_own_
     assert fetch._pip()[1] == str(tmp_path / "pip-24.0-py3-none-any.whl" / "pip")
 
 
+@pytest.mark.slow
 def test_an_environment_without_pip_fetches_by_the_one_that_comes_with_python(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

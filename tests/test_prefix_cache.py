@@ -63,7 +63,7 @@ def counting(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-@pytest.mark.quick
+@pytest.mark.quick("amphista-static")
 @pytest.mark.parametrize(
     ("engine", "shape", "sampling"),
     [
@@ -98,7 +98,7 @@ def test_later_turn_runs_only_new_tokens(
         prompt = [*prompt, *tokens_of(steps), *new]
 
 
-@pytest.mark.quick("None", "amphista", "eagle-draft")
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompt_with_a_common_beginning_runs_the_rest(
     kind: str | None, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +167,7 @@ def test_prompt_takes_a_free_slot_and_moves_no_other(monkeypatch: pytest.MonkeyP
     assert tokens_of(steps) == plain[:3]
 
 
-@pytest.mark.quick("None", "eagle-draft")
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("kind", KINDS)
 def test_slot_with_the_longest_common_prefix_is_taken(
     kind: str | None, monkeypatch: pytest.MonkeyPatch
@@ -198,7 +198,7 @@ def test_slot_with_the_longest_common_prefix_is_taken(
         assert tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 
-@pytest.mark.quick("None", "hydra++", "eagle-draft")
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("kind", KINDS)
 def test_turn_after_a_plain_one_runs_only_new_tokens(
     kind: str | None, monkeypatch: pytest.MonkeyPatch
@@ -230,7 +230,7 @@ def test_cancelled_answer_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) ->
     assert rows[0] == 3 and tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 
-@pytest.mark.quick("None-eager", "firp-eager", "medusa-torch", "eagle-draft-native")
+@pytest.mark.quick("None-eager")
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_growing_cache_changes_nothing(
@@ -255,6 +255,7 @@ def test_growing_cache_changes_nothing(
         assert tokens_of(steps) == tokens_of(generate_plain(roomy, prompt, **rules))
 
 
+@pytest.mark.quick("eager")
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 def test_rows_survive_growing_keeping_swapping_and_truncating(engine: str) -> None:
     backbone = backbone_of(engine)
@@ -283,6 +284,7 @@ def test_rows_survive_growing_keeping_swapping_and_truncating(engine: str) -> No
     assert cache.lengths == [4, 10]
 
 
+@pytest.mark.quick("lfm2-torch", "llama-torch", "qwen3_5_text-torch", "qwen3_moe-torch")
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("model", ["llama", "lfm2", "qwen3_5_text", "qwen3_moe"])
 def test_copied_rows_and_states_have_the_bits_of_run_ones(engine: str, model: str) -> None:
@@ -313,6 +315,7 @@ def test_copied_rows_and_states_have_the_bits_of_run_ones(engine: str, model: st
         cache.fill(1, 0, 16, [part.double() for part in parts[0][2]])
 
 
+@pytest.mark.quick("3-120")
 @pytest.mark.parametrize("shared", [0, 120])
 @pytest.mark.parametrize("slots", [2, 3])
 def test_title_requests_do_not_cost_a_long_talk_its_slot(
@@ -340,7 +343,7 @@ def test_title_requests_do_not_cost_a_long_talk_its_slot(
     assert tokens == tokens_of(generate_plain(backbone, talk[: -10 - len(tokens)], **RULES))
 
 
-@pytest.mark.quick
+@pytest.mark.quick("eager-None")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["eager", "native"])
 def test_a_running_text_is_copied_to_a_request_with_the_same_beginning(

@@ -58,7 +58,7 @@ def run(decoder: Decoder, prompt: list[int], **rules: Any) -> tuple[list[int], l
     return tokens_of(steps), [own for step in steps for own in step.likelihoods], sequence.reused
 
 
-@pytest.mark.quick
+@pytest.mark.quick("llama-None")
 @pytest.mark.parametrize("kind", [None, "medusa", "eagle-draft", "amphista-prompt"])
 @pytest.mark.parametrize("model", ["llama", "qwen3_5_text", "lfm2", "qwen3_moe"])
 def test_answers_after_a_restart_have_the_same_bits(
@@ -119,6 +119,7 @@ def test_running_states_come_back_after_the_prompt_and_after_the_answer(tmp_path
         assert fresh(backbone, tmp_path, prompt) == (expected, reused)
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("model", ["llama", "qwen3_5_text"])
 def test_a_killed_server_has_written_the_blocks_of_long_prompts(model: str, tmp_path: Path) -> None:
     backbone = backbone_of(model)
@@ -164,6 +165,7 @@ def test_other_sequences_take_steps_while_files_are_read(
     assert tokens == expected[:5]
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("model", ["llama", "qwen3_5_text"])
 def test_a_request_that_ends_while_its_prefix_is_read_leaves_a_usable_slot(
     model: str, tmp_path: Path
@@ -208,6 +210,7 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
     assert fresh(backbone, folder, TEXT[:151])[1] == 150
 
 
+@pytest.mark.slow
 def test_files_of_other_weights_and_number_types_are_not_used(tmp_path: Path) -> None:
     backbone = backbone_of("llama")
     stored(backbone, tmp_path, TEXT[:150])

@@ -220,6 +220,7 @@ print(json.dumps({"torch": quota, "nice": [int(fields[16]) for fields in tasks]}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (is_available() and Path("/proc/self/task").is_dir()),
     reason="starts the library's threads and reads Linux's /proc",
@@ -290,6 +291,7 @@ def run_with_closed_streams(lines: list[list[str]], results: Path) -> None:
     results.write_text(json.dumps([codes, streams]))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="reads Linux's /proc")
 def test_commands_run_with_closed_standard_streams(tmp_path: Path) -> None:
     chat = ["chat", "--model", save_model(tmp_path / "model"), "--max-new-tokens", "3"]
@@ -305,6 +307,7 @@ def test_commands_run_with_closed_standard_streams(tmp_path: Path) -> None:
     assert streams == [os.devnull] * 3
 
 
+@pytest.mark.slow
 def test_an_idle_server_uses_no_processor(tmp_path: Path) -> None:
     with tiny_medusa(tmp_path) as medusa, serving(medusa) as server:
         server.post({"model": "tiny", "prompt": IDS, "max_tokens": 12})

@@ -132,7 +132,7 @@ def ours(backbone: Backbone, expected: list[int], prompt: list[int] = PROMPT, **
         assert drafter is not oracle or len(steps) < len(expected)
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_answers_are_those_of_generate_by_the_models_own_config(
@@ -156,6 +156,7 @@ def test_greedy_answers_are_those_of_generate_by_the_models_own_config(
     ours(configured(family, config), expected, stop_ids=ends)
 
 
+@pytest.mark.slow
 def test_first_token_may_be_forced() -> None:
     config = {"forced_bos_token_id": 17}
     expected = theirs("llama", [8], config)
@@ -163,7 +164,7 @@ def test_first_token_may_be_forced() -> None:
     ours(configured("llama", config), expected, [8])
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_take_the_place_of_the_models_own(family: str, case: str) -> None:
@@ -173,6 +174,7 @@ def test_options_take_the_place_of_the_models_own(family: str, case: str) -> Non
     ours(configured(family, config), expected, logits_options=LogitsOptions(**options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 def test_rows_of_a_batch_have_processors_of_their_own(engine: str) -> None:
     backbone = tiny_backbone(engine=engine)
@@ -193,6 +195,7 @@ def test_rows_of_a_batch_have_processors_of_their_own(engine: str) -> None:
         assert list(map(tokens_of, answers)) == expected
 
 
+@pytest.mark.slow
 def test_second_turn_over_cached_rows_counts_the_whole_text() -> None:
     backbone, options = tiny_backbone(), OPTIONS["several"]
     decoder, prompt = (
@@ -212,6 +215,7 @@ def test_second_turn_over_cached_rows_counts_the_whole_text() -> None:
         prompt = [*prompt, *tokens, 8, 30]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -267,7 +271,7 @@ def test_typical_acceptance_reads_each_node_after_its_path() -> None:
         assert [path] == accept(changed[None], [draft], [Sampler(rule)])
 
 
-@pytest.mark.quick("1500")
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [1500, 6000])
 def test_sampling_keeps_the_distribution_after_processors(runs: int) -> None:
     """The first two tokens that come out through a tree are distributed as two plain draws."""
@@ -292,6 +296,7 @@ def test_sampling_keeps_the_distribution_after_processors(runs: int) -> None:
     assert_distributed(seen, runs * expected)
 
 
+@pytest.mark.quick("sampling3-config3-options3", "sampling4-config4-options4")
 @pytest.mark.parametrize(
     ("sampling", "config", "options"),
     [

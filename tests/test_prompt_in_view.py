@@ -63,6 +63,7 @@ def whole(
     return torch.tensor(tokens), spans
 
 
+@pytest.mark.quick("eagle")
 @pytest.mark.parametrize("name", VIEWS)
 def test_the_prompt_is_seen_and_where_it_is_not_asked_for_it_is_not(name: str) -> None:
     backbone = tiny_backbone(layers=4)
@@ -166,6 +167,7 @@ def test_stage_2_sees_prompts_and_learns_answers(name: str) -> None:
     assert loss.positions == len(batch.learned) == positions_of(dataset.train) < len(batch.next)
 
 
+@pytest.mark.quick("medusa")
 @pytest.mark.parametrize("name", [*VIEWS, "medusa"])
 def test_fresh_states_are_those_that_are_kept_and_leave_nothing_on_the_disk(
     name: str, tmp_path: Path

@@ -55,6 +55,7 @@ def test_quantized_models_decode_with_drafts_as_without(model: str, method: str)
         assert tokens == plain
 
 
+@pytest.mark.quick("bnb.int8")
 @pytest.mark.parametrize("method", ["bnb.nf4", "bnb.int8"])
 def test_their_layers_run_on_the_torch_engine(model: str, method: str) -> None:
     backbone = load_backbone(model, LoadOptions(dtype="fp32", quantize=method))

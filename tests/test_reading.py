@@ -221,6 +221,7 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], object], str]] = {
 }
 
 
+@pytest.mark.quick("firp")
 @pytest.mark.parametrize("name", FRESH)
 def test_saved_weights_load(tmp_path: Path, name: str) -> None:
     weights = load_file(save(tmp_path, name))
@@ -228,6 +229,7 @@ def test_saved_weights_load(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(weight, weights[key].float()) for key, weight in loaded.items())
 
 
+@pytest.mark.quick("eagle")
 @pytest.mark.parametrize("name", FRESH)
 def test_weights_in_8_bits_load_within_half_a_step(tmp_path: Path, name: str) -> None:
     exact = load_file(save(tmp_path / "bf16", name))
@@ -240,6 +242,7 @@ def test_weights_in_8_bits_load_within_half_a_step(tmp_path: Path, name: str) ->
         assert ((weight - exact[key].float()).abs() <= half_a_step * 1.01).all(), key
 
 
+@pytest.mark.quick("<lambda>-not finite")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -263,6 +266,15 @@ def test_damaged_scales_are_refused(
         load_drafter(tmp_path, tiny_backbone())
 
 
+@pytest.mark.quick(
+    "eagle-missing",
+    "eagle-too narrow",
+    "hydra-float ids",
+    "hydra-ids below 0",
+    "medusa-missing",
+    "medusa-nan",
+    "medusa-too narrow",
+)
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", FRESH)
 def test_damaged_weights_are_refused(tmp_path: Path, name: str, damage: str) -> None:

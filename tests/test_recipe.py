@@ -181,6 +181,9 @@ def test_bad_file_is_named(tmp_path: Path, text: str | None) -> None:
     assert len(str(raised.value)) < 2 * LONGEST
 
 
+@pytest.mark.quick(
+    "drafter.num_heads=1e9", "drafter.num_layers=1000000000", "train.epochs=1e12", "train.seed=1e30"
+)
 @pytest.mark.parametrize(
     "override",
     [

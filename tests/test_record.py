@@ -57,6 +57,7 @@ def server(running: Served, medusa: Medusa, tmp_path: Path) -> Served:
     return running
 
 
+@pytest.mark.slow
 def test_answers_are_conversations_for_tune(
     server: Served, medusa: Medusa, tmp_path: Path, place: Path
 ) -> None:
@@ -79,6 +80,9 @@ def test_answers_are_conversations_for_tune(
     assert [seed.spans for seed in seeds] == [[(begin, end)], [(5, 10)]]
 
 
+@pytest.mark.quick(
+    "/api/generate-body7-headers7", "/completion-body5-headers5", "/v1/responses-body4-headers4"
+)
 @pytest.mark.parametrize(
     ("path", "body", "headers"),
     [
@@ -228,6 +232,7 @@ def test_another_model_is_refused(tmp_path: Path, medusa: Medusa) -> None:
         with_drafting(medusa.loaded, choose(ModelSource.of(other), None, str(run.path), "static"))
 
 
+@pytest.mark.slow
 def test_a_signal_loads_the_drafter_again(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     run = save_run(tmp_path / "run", model)

@@ -301,6 +301,7 @@ for line in {lines!r}:
 """
 
 
+@pytest.mark.slow
 def test_names_and_words_are_refused_before_torch_is_imported() -> None:
     done = python(COUNTING.format(lines=EARLY))
     assert done.returncode == 0, done.stderr

@@ -43,6 +43,7 @@ def only(folder: Path, pattern: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_beside_it(place: Path) -> None:
     page = only(place / "mine/bench", "*.html").read_text()
     addresses = re.findall(r'(?:src|href)="([^"]*)"', page)
@@ -51,6 +52,7 @@ def test_the_page_needs_nothing_beside_it(place: Path) -> None:
     assert not list((place / "other/bench").glob("*.html"))  # only --report writes one
 
 
+@pytest.mark.slow
 def test_the_same_bench_gives_the_same_page(place: Path, tmp_path: Path) -> None:
     written = only(place / "mine/bench", "*.html")
     medusa("report", only(place / "mine/bench", "*.json"), "--output", tmp_path / written.name)
@@ -104,6 +106,7 @@ def test_powers_on_an_axis_are_numbers() -> None:
     assert ">64</text>" in drawn and ">$a$</text>" in drawn
 
 
+@pytest.mark.quick("facts-value0", "methods-value2")
 @pytest.mark.parametrize(
     ("key", "value"),
     [("facts", [[0]]), ("drafting", 3), ("methods", {"ar": {"speedup": "x"}}), ("sampling", 3)],
@@ -292,6 +295,7 @@ def test_replies_without_a_grade_count_for_nothing(judged: Path, judge: ChatServ
     assert outcome["pairs"]["medusa"]["answers"] == 0
 
 
+@pytest.mark.quick("http://127.0.0.1:9")
 @pytest.mark.parametrize("address", ["nowhere", "http://127.0.0.1:9"])
 def test_a_judge_that_is_not_there_costs_nothing_measured(judged: Path, address: str) -> None:
     done = ask(

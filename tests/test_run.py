@@ -178,6 +178,7 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_refused_and_readers_are_not(run: Run, tmp_path: Path) -> None:
     seeds = tmp_path / "seeds.json"
     seeds.write_text(json.dumps([{"id": "a", "messages": [{"role": "user", "content": "w1"}]}]))
@@ -201,6 +202,7 @@ def test_a_second_writer_is_refused_and_readers_are_not(run: Run, tmp_path: Path
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.slow
 def test_a_killed_writer_locks_nothing_and_its_files_are_removed(run: Run) -> None:
     with writing(run.path) as writer:
         assert list(run.path.glob(TEMPORARY + "*.train.png"))
@@ -369,6 +371,7 @@ def test_a_linked_file_is_replaced_where_it_lies(tmp_path: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
+@pytest.mark.slow
 def test_a_folder_left_between_two_moves_is_read(tmp_path: Path) -> None:
     """A model, a drafter, an adapter and an export are looked for where a killed writer left them."""
     model = save_model(tmp_path / "model")
@@ -419,6 +422,7 @@ def test_a_model_in_a_folder_is_remembered_from_anywhere(
     assert lasting_name("org/name") == "org/name"
 
 
+@pytest.mark.slow
 def test_a_run_without_its_file_takes_the_drafter_s_model(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     run = save_run(tmp_path / "mine", model)

@@ -33,7 +33,7 @@ def exact(seed: int, **cuts: Any) -> Sampling:
     return Sampling("exact", 0.8, seed=seed, **cuts)
 
 
-@pytest.mark.quick
+@pytest.mark.quick("whole-None")
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=list(CUTS))
 def test_drafts_do_not_change_a_sampled_answer(cuts: dict, quantize: str | None) -> None:
@@ -48,6 +48,7 @@ def test_drafts_do_not_change_a_sampled_answer(cuts: dict, quantize: str | None)
             assert answer == expected, (kind, seed)
 
 
+@pytest.mark.slow
 def test_drafts_do_not_change_a_sampled_answer_with_a_penalty() -> None:
     backbone = tiny_backbone("gemma3", engine="native")
     options = LogitsOptions(repetition_penalty=1.2, frequency_penalty=0.3)
@@ -60,7 +61,7 @@ def test_drafts_do_not_change_a_sampled_answer_with_a_penalty() -> None:
             assert answer == expected, (kind, seed)
 
 
-@pytest.mark.quick("dynamic", "adaptive")
+@pytest.mark.quick("adaptive")
 @pytest.mark.parametrize("kind", ["static", "dynamic", "adaptive", "alone"])
 def test_neighbours_do_not_change_a_sampled_answer(kind: str) -> None:
     backbone = tiny_backbone("qwen3", engine="native")
@@ -77,6 +78,7 @@ def test_neighbours_do_not_change_a_sampled_answer(kind: str) -> None:
         assert answers[number] == tokens_of(generate_plain(backbone, prompt, **rules))
 
 
+@pytest.mark.slow
 def test_a_server_gives_one_answer_to_one_seed(tmp_path: Path) -> None:
     drafted = tiny_medusa(tmp_path)
     plain = Medusa(LoadedModel(drafted.backbone))

@@ -21,6 +21,7 @@ from tests.serving import Served, fork, serving, start
 from tests.test_gguf import write_gguf
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_answers_and_exits_with_0(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", save_model(tmp_path / "model", positions=8192)).path
     process, port = start(
@@ -51,6 +52,7 @@ def test_sigterm_finishes_answers_and_exits_with_0(tmp_path: Path) -> None:
         process.kill()
 
 
+@pytest.mark.slow
 def test_prefixes_come_back_after_a_kill_and_after_a_stop(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", save_model(tmp_path / "model", positions=4096)).path
     store = tmp_path / "store"
@@ -95,6 +97,7 @@ def test_a_store_that_is_no_folder_with_a_size_is_refused(tmp_path: Path, store:
     assert "--prefix-store" in medusa("serve", *words, exit_code=2).stderr
 
 
+@pytest.mark.slow
 def test_a_server_without_files_left_recovers_and_logs_little(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", save_model(tmp_path / "model")).path
     # A fork would count the open files of this process, too.
@@ -127,6 +130,7 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path) ->
         assert f"--port {port}" in medusa(*words, exit_code=2).stderr
 
 
+@pytest.mark.slow
 def test_a_model_is_served_with_a_chat_template_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +188,7 @@ def test_a_stopping_server_leaves_the_socket_of_its_successor(
     assert place.is_socket()
 
 
+@pytest.mark.slow
 def test_the_printed_address_is_of_the_scheme_that_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +201,7 @@ def test_the_printed_address_is_of_the_scheme_that_is_served(
     assert "at https://127.0.0.1:" in certified.stderr
 
 
+@pytest.mark.quick(".-x1")
 @pytest.mark.parametrize(
     ("model", "name"), [(".", "x1"), ("../mine", "mine"), ("../tiny.gguf", "tiny.gguf")]
 )

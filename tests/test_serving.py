@@ -92,6 +92,7 @@ def server(medusa: Medusa) -> Iterator[Served]:
         yield running
 
 
+@pytest.mark.slow
 def test_32_concurrent_clients_get_the_answers_of_plain_decoding(
     server: Served, medusa: Medusa
 ) -> None:
@@ -119,6 +120,7 @@ def test_32_concurrent_clients_get_the_answers_of_plain_decoding(
     assert server.number("medusa_requests_running") == server.number("medusa_requests_waiting") == 0
 
 
+@pytest.mark.slow
 def test_streamed_chat_equals_the_whole_answer_and_counts_drafts(
     server: Served, medusa: Medusa
 ) -> None:
@@ -171,6 +173,7 @@ def logprobs_of(backbone, *chunks: list[Likelihood], chat: bool) -> list[dict]:
     return [answer.chunk(0, event)["choices"][0]["logprobs"] for event in events]
 
 
+@pytest.mark.slow
 def test_waiting_prompts_do_not_hold_up_those_who_run(tmp_path: Path) -> None:
     """Between the prefills of two waiting requests every running one gets a step."""
     order: list[tuple[str, int]] = []
@@ -190,6 +193,7 @@ def test_waiting_prompts_do_not_hold_up_those_who_run(tmp_path: Path) -> None:
     assert ("step", 0) in order[:second] and {("step", 0), ("step", 1)} <= {*order[second:third]}
 
 
+@pytest.mark.slow
 def test_running_requests_take_a_step_after_each_piece_of_a_long_prompt(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -316,6 +320,7 @@ def test_llama_tokens_are_decoded_in_context() -> None:
     assert [token["top_logprobs"][0]["token"] for token in chat["content"]] == words
 
 
+@pytest.mark.slow
 def test_a_seed_draws_the_same_text_in_any_company(server: Served, medusa: Medusa) -> None:
     def draw(seed: int | None) -> str:
         body = {"model": MODEL, "prompt": IDS, "max_tokens": 30, "temperature": 1.5, "seed": seed}
@@ -352,6 +357,7 @@ def test_the_next_turn_uses_the_prefix_cache(server: Served) -> None:
     assert again.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
 
 
+@pytest.mark.quick("fields0-rules0", "fields1-rules1")
 @pytest.mark.parametrize(
     ("fields", "rules"),
     [
@@ -582,6 +588,7 @@ def test_foreign_hosts_are_refused_unless_a_key_is_set(medusa: Medusa) -> None:
             assert server.request("GET", "/v1/models", headers=headers)[0] == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_of_several_choices_has_its_own_seed(
     server: Served, medusa: Medusa, stream: bool
@@ -630,6 +637,7 @@ def test_no_token_needs_echo(server: Served) -> None:
     assert status == 400 and "echo" in answer["error"]["message"]
 
 
+@pytest.mark.quick("0-True")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("limit", [0, 4])
 def test_echoed_prompts_have_log_probabilities(
@@ -672,6 +680,7 @@ def test_more_choices_than_can_ever_run_are_refused_at_once(medusa: Medusa) -> N
         assert (status, answer["error"]["param"]) == (400, "n")
 
 
+@pytest.mark.slow
 def test_all_names_of_the_model_are_served(medusa: Medusa) -> None:
     with serving(medusa, names=("first", "second")) as server:
         assert [model.id for model in server.openai().models.list()] == ["first", "second"]
@@ -695,6 +704,7 @@ def test_the_last_message_goes_on(server: Served, medusa: Medusa) -> None:
         client.chat.completions.create(**body)
 
 
+@pytest.mark.slow
 def test_template_variables_reach_the_chat_template(
     medusa: Medusa, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -712,7 +722,7 @@ def test_template_variables_reach_the_chat_template(
             assert server.post({"tokens": answer["tokens"]}, "/detokenize")[2]["prompt"] == text
 
 
-@pytest.mark.quick("{% set n = 10 %}{{ n ** (n ** 9) }}", "{{ 'a' * 20000000 }}")
+@pytest.mark.quick("{% set n = 10 %}{{ n ** (n ** 9) }}")
 @pytest.mark.parametrize(
     "fault",
     [
@@ -738,6 +748,7 @@ def test_a_hostile_template_ends_its_request_alone(
         assert server.post({**CHAT, "max_tokens": 1}, "/v1/chat/completions")[0] == 200
 
 
+@pytest.mark.quick("messages", "self")
 @pytest.mark.parametrize("name", ["messages", "prompt", "model", "self"])
 def test_template_variables_may_have_any_name(server: Served, name: str) -> None:
     status, _, answer = server.post(
@@ -771,6 +782,7 @@ def test_texts_are_tokenized_and_back(server: Served, medusa: Medusa) -> None:
         assert status == 400 and refused["error"]["param"].startswith("tokens")
 
 
+@pytest.mark.slow
 def test_web_pages_of_an_allowed_origin_may_ask(medusa: Medusa) -> None:
     ours = "http://localhost:3000"
     preflight = {
@@ -819,6 +831,7 @@ def test_https_is_served_and_a_silent_client_loses_its_connection(
             assert silent.recv(1) == b""
 
 
+@pytest.mark.slow
 def test_requests_are_logged_if_asked_for(medusa: Medusa, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "medusa_cli.serve")
     for wanted in (False, True):
@@ -907,6 +920,7 @@ def test_events_are_ascii_because_clients_end_lines_at_other_characters(
     assert json.loads(lines[-4].removeprefix("data: "))["usage"] == {"text": "a\u2028b\u0085c"}
 
 
+@pytest.mark.slow
 def test_metrics_count_requests_and_tokens(medusa: Medusa) -> None:
     with serving(medusa) as server:
         usages = [
@@ -931,6 +945,7 @@ def test_metrics_count_requests_and_tokens(medusa: Medusa) -> None:
         assert 'medusa_http_responses_total{code="400",path="/v1/completions"} 1.0' in text
 
 
+@pytest.mark.slow
 def test_metrics_count_every_route_by_its_path(medusa: Medusa) -> None:
     with serving(medusa) as server:
         paths = json.loads(server.request("GET", "/openapi.json")[2])["paths"]
@@ -1010,6 +1025,7 @@ def test_an_incomplete_body_times_out(medusa: Medusa) -> None:
 BUSY = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50  # more than the system buffers
 
 
+@pytest.mark.quick("half a head", "unread")
 @pytest.mark.parametrize(
     "sent", [b"", b"GET / HTTP/1.1\r\nX-a: ", BUSY], ids=["silent", "half a head", "unread"]
 )
@@ -1034,6 +1050,7 @@ def test_a_client_that_sends_or_reads_nothing_loses_its_connection(
         assert server.post(SHORT)[0] == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 def test_a_trickling_head_does_not_move_its_deadline(medusa: Medusa, before: bytes) -> None:
     with (
@@ -1111,6 +1128,7 @@ def test_a_wrong_key_is_refused(medusa: Medusa) -> None:
             assert server.post(SHORT, Authorization=right.encode().decode("latin-1"))[0] == 200
 
 
+@pytest.mark.quick("False")
 @pytest.mark.usefixtures("endless")
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot(medusa: Medusa, stream: bool) -> None:
@@ -1151,6 +1169,7 @@ def test_a_full_queue_asks_to_retry_later(medusa: Medusa) -> None:
         assert server.post(SHORT)[0] == 200
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("endless")
 def test_requests_join_and_leave_a_running_batch(medusa: Medusa) -> None:
     with serving(medusa, slots=2) as server, ThreadPoolExecutor(4) as pool:
@@ -1235,6 +1254,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_cli.engine.engine.PREFILL_ROWS", 8)
 
 
+@pytest.mark.slow
 def test_short_prompt_ends_while_long_ones_are_run(tmp_path: Path, small_pieces: None) -> None:
     scheduler = Scheduler(tiny_medusa(tmp_path), Metrics(), slots=4, waiting=4)
     long = [Request([*range(n, n + 55)], 4, stop_ids=()) for n in (5, 6, 7)]
@@ -1267,6 +1287,7 @@ def test_a_prompt_that_the_drafter_still_reads_is_not_short() -> None:
     assert prompt.left == 32
 
 
+@pytest.mark.slow
 def test_long_prompt_goes_on_while_short_ones_arrive(tmp_path: Path, small_pieces: None) -> None:
     scheduler = Scheduler(tiny_medusa(tmp_path), Metrics(), slots=2, waiting=40)
     long = Request([*range(5, 60)], 2, stop_ids=())
@@ -1284,6 +1305,7 @@ def test_long_prompt_goes_on_while_short_ones_arrive(tmp_path: Path, small_piece
     assert order.index("long") < 4 * 7
 
 
+@pytest.mark.slow
 def test_prompt_is_cancelled_between_its_pieces(tmp_path: Path, small_pieces: None) -> None:
     scheduler = Scheduler(tiny_medusa(tmp_path), Metrics(), slots=2, waiting=2)
     tickets = []
@@ -1312,6 +1334,7 @@ def test_prompt_is_cancelled_between_its_pieces(tmp_path: Path, small_pieces: No
     assert tokens_in(received[1]) == alone.tokens
 
 
+@pytest.mark.slow
 def test_timed_pieces_change_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a prompt take about as long as asked, on an engine whose bits do not depend on them."""
     medusa = tiny_medusa(tmp_path, engine="native")
@@ -1415,6 +1438,9 @@ def ending(medusa: Medusa) -> tuple[int, list[int]]:
     return end, whole[: whole.index(end)]
 
 
+@pytest.mark.quick(
+    "fields0-False-True", "fields2-False-True", "fields3-False-False", "fields4-False-True"
+)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "shown"),
@@ -1502,6 +1528,7 @@ def test_a_large_body_is_refused_by_field_as_a_small_one_is(server: Served) -> N
     assert server.post(body, "/tokenize")[2]["count"] > 10_000
 
 
+@pytest.mark.slow
 def test_health_is_answered_while_large_requests_are_prepared(server: Served) -> None:
     """One client's stop strings, biases, messages and choices do not hold up others."""
     stops = [f"{n} " + "x" * 25 for n in range(1000)]

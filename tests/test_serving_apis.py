@@ -97,6 +97,7 @@ def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     return {**first["message"], **delta["delta"], "usage": delta["usage"], "content": blocks}
 
 
+@pytest.mark.slow
 def test_a_message_is_the_answer_of_the_chat_and_that_of_its_stream(server: Served) -> None:
     whole = answer(server, "/v1/messages", MESSAGE)
     assert whole["content"] == [{"type": "text", "text": plain_text(server)}]
@@ -200,6 +201,7 @@ def test_messages_are_refused_in_anthropics_form(
     assert name in body["error"]["message"] and headers["request-id"]
 
 
+@pytest.mark.slow
 def test_keys_are_refused_in_the_form_of_each_api() -> None:
     model = tiny_backbone()
     with serving(Medusa(LoadedModel(model)), api_keys=("k",)) as closed:

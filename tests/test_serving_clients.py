@@ -164,6 +164,7 @@ def test_marks_of_clients_in_messages_change_nothing(server: Served) -> None:
     assert ask({"role": "assistant", "content": None}) == ask({"role": "assistant", "content": ""})
 
 
+@pytest.mark.slow
 def test_reasoning_reaches_templates_that_read_it(
     medusa: Medusa, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +324,7 @@ def test_other_words_mean_the_same(
     assert answers == {completion(server, **same)["choices"][0]["text"]}
 
 
+@pytest.mark.slow
 def test_more_tokens_than_the_server_gives_are_no_fault_of_the_minimum(medusa: Medusa) -> None:
     with serving(medusa, max_new_tokens=9) as server:
         answer = completion(server, min_tokens=10_000, max_tokens=10_000)
@@ -331,6 +333,7 @@ def test_more_tokens_than_the_server_gives_are_no_fault_of_the_minimum(medusa: M
         assert completion(server, max_tokens=-1, ignore_eos=True)["usage"]["completion_tokens"] == 9
 
 
+@pytest.mark.slow
 def test_a_prompt_beyond_the_context_is_refused_with_its_length(medusa: Medusa) -> None:
     with serving(medusa, context=20) as server:
         for path, body in (
@@ -570,6 +573,7 @@ def vllm_figures(page: str) -> tuple[int, int, int, dict[int, int]]:
     return drafts, draft_tokens, accepted, by_position
 
 
+@pytest.mark.slow
 def test_vllms_bench_reads_the_counters_of_drafts(medusa: Medusa) -> None:
     with serving(medusa) as server:
         assert vllm_figures(server.request("GET", "/metrics")[2]) == (0, 0, 0, {})
@@ -624,6 +628,7 @@ def test_a_request_may_decode_plainly(server: Served, given: Any) -> None:
     assert server.post(fields, "/v1/responses")[2]["usage"]["medusa"]["drafts"] > 0
 
 
+@pytest.mark.slow
 def test_plain_requests_decode_beside_drafting_ones(medusa: Medusa) -> None:
     requests = [
         medusa.request([n, *IDS], max_new_tokens=30, speculative=n % 2 == 0) for n in range(8, 12)
@@ -680,7 +685,7 @@ def qwen() -> Iterator[Served]:
         yield server
 
 
-@pytest.mark.quick("choice1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
 )
@@ -701,6 +706,7 @@ def test_required_calls_are_enforced_where_markers_are_added_tokens(
         assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
 
 
+@pytest.mark.slow
 def test_a_call_cut_by_the_limit_is_no_call_and_the_conversation_goes_on(qwen: Served) -> None:
     fields = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 30}
     answer = chat_of(qwen, **fields)["choices"][0]
@@ -765,6 +771,7 @@ def test_bad_forms_are_refused_by_their_own_names(qwen: Served) -> None:
     assert qwen.post({**CHAT, **both}, "/v1/chat/completions")[0] == 400
 
 
+@pytest.mark.slow
 def test_a_run_with_drafts_follows_required_calls(tmp_path: Any) -> None:
     model = save_model(
         tmp_path / "model", vocab=len(added_backbone(MARKERS).tokenizer), positions=2048
@@ -819,6 +826,7 @@ def test_unknown_fields_are_ignored_and_named(server: Served) -> None:
     assert len(ignored_by(server, {**CHAT, **many})) <= 30
 
 
+@pytest.mark.slow
 def test_names_of_ignored_fields_do_not_fill_the_log(
     server: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -929,6 +937,7 @@ def test_bias_comes_in_the_forms_of_other_servers(server: Served) -> None:
     assert len(answers) == 1 and answers != {completion(server)["choices"][0]["text"]}
 
 
+@pytest.mark.slow
 def test_do_sample_false_is_greedy(server: Served) -> None:
     plain = completion(server)["choices"]
     assert completion(server, do_sample=False, temperature=1.5)["choices"] == plain
@@ -936,12 +945,14 @@ def test_do_sample_false_is_greedy(server: Served) -> None:
     assert completion(server, do_sample=True, seed=3)["choices"] == sampled
 
 
+@pytest.mark.slow
 def test_an_empty_stop_string_is_none(server: Served) -> None:
     plain = completion(server)["choices"]
     for stop in ("", [""], []):
         assert completion(server, stop=stop)["choices"] == plain
 
 
+@pytest.mark.slow
 def test_answers_tell_what_ended_them(server: Served) -> None:
     def stop_of(**fields: Any) -> tuple[Any, Any]:
         [choice] = completion(server, **fields)["choices"]

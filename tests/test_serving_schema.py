@@ -25,7 +25,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-@pytest.mark.quick
+@pytest.mark.quick(
+    "/infill-positive",
+    "/props-positive",
+    "/v1/messages/count_tokens-positive",
+    "/v1/responses-positive",
+    "/api/tags-positive",
+)
 @pytest.mark.parametrize(
     ("path", "mode"),
     [(path, mode) for path in POSTS for mode in ("positive", "negative")]

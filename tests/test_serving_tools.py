@@ -100,6 +100,7 @@ def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.quick("/v1/completions-0")
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_answers_follow_a_schema(served: Served, path: str, temperature: float) -> None:
@@ -129,6 +130,7 @@ def test_other_forms_are_followed(served: Served) -> None:
     assert text(structured_outputs={"regex": "[a-c]{3}"}, tools=TOOLS).strip("abc") == ""
 
 
+@pytest.mark.slow
 def test_openai_parses_pydantic_models(served: Served) -> None:
     client = served.openai()
     for seed in range(3):
@@ -150,6 +152,7 @@ def check_call(call: Any) -> None:
     assert call.id and call.type == "function" and call.function.name in NAMES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
 )
@@ -356,6 +359,7 @@ PIECES = [
 ]
 
 
+@pytest.mark.slow
 def test_streams_hold_what_whole_answers_hold() -> None:
     """Any split of any mixture of calls, text and parts of them is read as the whole text is."""
     chance = random.Random(1)
@@ -392,7 +396,7 @@ CALLS = {
 }
 
 
-@pytest.mark.quick
+@pytest.mark.quick("True-mistral")
 @pytest.mark.parametrize("text", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("speculative", [True, False])
 def test_an_answer_ends_after_its_only_call(served: Served, text: str, speculative: bool) -> None:
@@ -518,7 +522,7 @@ def test_calls_after_a_marker_follow_their_schema(
     assert tokens_of(steps) == tokens and len(steps) < 0.8 * len(tokens)
 
 
-@pytest.mark.quick
+@pytest.mark.quick("False-tools <tool_call>", "None-tools <tool_call>")
 @pytest.mark.parametrize("template", ["tools <tool_call>", "[TOOL_CALLS] [ARGS]"])
 @pytest.mark.parametrize("special", [None, True, False])
 def test_parts_that_follow_a_grammar_are_taken_back_with_a_draft(
@@ -623,7 +627,7 @@ def test_a_tool_that_cannot_be_followed_is_free(
     assert caplog.text.count("schedule_event") == 1
 
 
-@pytest.mark.quick
+@pytest.mark.quick("[TOOL_CALLS] [ARGS]-NAME")
 @pytest.mark.parametrize("name", ["ARGUMENTS", "BARE_METAL", "NAME", "x_BARE_NAME_ARGUMENTS"])
 @pytest.mark.parametrize("template", ["tools <tool_call>", "[TOOL_CALLS]", "[TOOL_CALLS] [ARGS]"])
 def test_a_tool_may_have_any_name(template: str, name: str) -> None:
@@ -667,7 +671,7 @@ def test_a_call_that_the_end_cuts_is_content() -> None:
     assert reader.feed("", last=True) == {} and call["function"]["arguments"] == '{"city": "'
 
 
-@pytest.mark.quick
+@pytest.mark.quick("None-hermes")
 @pytest.mark.parametrize(
     "template",
     ["tools <tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[TOOL_CALLS] [ARGS]"],
@@ -774,6 +778,7 @@ def test_refusals_name_the_tool_the_property_and_the_keyword(served: Served) -> 
 FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 
+@pytest.mark.slow
 def test_openai_creates_and_streams_responses(served: Served) -> None:
     client = served.openai()
     items = [
@@ -921,6 +926,7 @@ SAME_FORMS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick("fields0", "fields1")
 @pytest.mark.parametrize("fields", SAME_FORMS)
 def test_equal_constraints_are_one(served: Served, fields: dict[str, Any]) -> None:
     answers = [chat(served, **{name: form}, max_tokens=40) for name, form in fields.items()]

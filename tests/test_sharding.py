@@ -80,6 +80,7 @@ def check_states(run: Path, model: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_two_processes_answer_what_one_does_and_a_killed_one_costs_nothing(
     model: str, seed: str, tmp_path: Path
 ) -> None:
@@ -200,6 +201,7 @@ def tapping(backbone: Backbone, taps: tuple[int, ...]) -> MedusaHeads:
     return heads
 
 
+@pytest.mark.slow
 def test_row_holds_the_states_of_its_position_the_final_layer_last() -> None:
     backbone = tiny_backbone(layers=4)
     seeds = [Conversation.from_turns(f"s{i}", [f"w{i} w1", "w2 w3"]) for i in range(5)]
@@ -213,7 +215,7 @@ def test_row_holds_the_states_of_its_position_the_final_layer_last() -> None:
         assert torch.allclose(sample.states.float(), whole[:-1], rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.quick("taps0", "taps2")
+@pytest.mark.quick("taps2")
 @pytest.mark.parametrize("taps", [(-1,), (2, -1), (0, 2, -1)])
 def test_data_set_of_some_kept_layers_is_that_of_a_prefill(
     place: Path, taps: tuple[int, ...]
@@ -275,6 +277,7 @@ def test_joined_distillations_train(place: Path) -> None:
     assert dataset.report.read == sum(dataset.report.skipped.values()) == 8 and not dataset.kept
 
 
+@pytest.mark.slow
 def test_several_processes_keep_the_states_that_one_keeps(place: Path) -> None:
     done = forked.run(distill_words(place, "two", "distill.taps=[1,3]"), place / "output", size=2)
     assert done.returncode == 0, done.stderr
@@ -292,6 +295,7 @@ def test_several_processes_keep_the_states_that_one_keeps(place: Path) -> None:
     assert torch.allclose(batches[0][1].hidden, batches[1][1].hidden, rtol=2**-6, atol=1e-3)
 
 
+@pytest.mark.quick("words2", "words3")
 @pytest.mark.parametrize(
     "words", [["[4]"], ["[3,1]"], ["low"], ["[1]", "--endpoint", "http://127.0.0.1:9"]]
 )

@@ -105,7 +105,7 @@ def test_long_prompts_run_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) 
     assert backbone.engine.new_cache().by_token == (kind in ("jamba", "mamba"))
 
 
-@pytest.mark.quick("falcon_h1", "qwen3_5_text")
+@pytest.mark.quick("qwen3_5_text")
 @EACH
 def test_answers_of_several_lengths_change_slots(kind: str) -> None:
     backbone, lengths = backbone_of(kind), (5, 32, 17, 30)
@@ -122,7 +122,7 @@ def test_answers_of_several_lengths_change_slots(kind: str) -> None:
     assert [tokens_of(of_request) for of_request in steps] == expected
 
 
-@pytest.mark.quick("jamba", "qwen3_5_text")
+@pytest.mark.quick("qwen3_5_text")
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2", "jamba"])
 def test_models_of_16_bits_pass_their_check(kind: str, tmp_path: Path) -> None:
     path = save_network(tiny_network(kind).to(torch.bfloat16), tmp_path)
@@ -149,6 +149,7 @@ def reuse(
     return reused
 
 
+@pytest.mark.slow
 def test_prompts_reuse_what_ends_where_a_prompt_or_an_answer_ended() -> None:
     backbone = backbone_of("qwen3_5_text")
     prompt = PROMPTS[1]

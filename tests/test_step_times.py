@@ -26,7 +26,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-@pytest.mark.quick
+@pytest.mark.quick("firp-512")
 @pytest.mark.parametrize("positions", [16, 64, 128, 512])
 @pytest.mark.parametrize("kind", [None, "medusa", "eagle", "firp"])
 def test_steps_are_timed_in_contexts_of_every_size(kind: str | None, positions: int) -> None:
@@ -41,7 +41,7 @@ def test_steps_are_timed_in_contexts_of_every_size(kind: str | None, positions: 
     assert sorted(costs.draft) == list(range(1, drafter.num_heads + 1))
 
 
-@pytest.mark.quick
+@pytest.mark.quick("medusa-native")
 @pytest.mark.parametrize("engine", ["eager", "native"])
 @pytest.mark.parametrize("kind", [None, "medusa", "hydra-draft", "eagle", "firp"])
 def test_steps_are_timed_after_a_long_text_too(
@@ -74,6 +74,7 @@ def test_each_sequence_of_a_batch_attends_to_its_own_text() -> None:
     assert times.step(2, 1, 2, 600) == pytest.approx(2.2 + 2 * 0.5 * 7.0)
 
 
+@pytest.mark.slow
 def test_timed_rows_of_a_mixture_choose_different_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass over the same token in each row reads the weights of few experts."""
     config = MixtralConfig(
@@ -131,7 +132,7 @@ def test_processes_that_keep_times_at_once_lose_none(own_home: Path) -> None:
     assert len(json.loads((own_home / "timings.json").read_text())) == 60
 
 
-@pytest.mark.quick("16", "128")
+@pytest.mark.quick("128")
 @pytest.mark.parametrize("positions", [16, 64, 128, 256])
 def test_machine_times_models_of_every_context_by_default(positions: int, tmp_path: Path) -> None:
     model = save_network(tiny_model(positions=positions), tmp_path / "small")
@@ -142,7 +143,7 @@ def test_machine_times_models_of_every_context_by_default(positions: int, tmp_pa
     assert "--context" in wrong.stderr and str(positions - 3) in wrong.stderr
 
 
-@pytest.mark.quick("32")
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [32, 128])
 def test_chat_runs_on_a_small_context(positions: int, tmp_path: Path, own_home: Path) -> None:
     model = save_network(tiny_model(positions=positions), tmp_path / "small")

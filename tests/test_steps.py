@@ -105,6 +105,7 @@ def test_gpu_probe_runs_from_end_to_end(tmp_path: Path) -> None:
     assert list(map(json.loads, lines)) == json.loads(json.dumps(report.lines))
 
 
+@pytest.mark.slow
 def test_gpu_probe_goes_on_behind_faults_and_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +246,7 @@ def test_known_points_are_measured_again_only_after_a_change(
     assert measured("0.2") == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_killed_at_any_point_goes_on_and_measures_none_twice(place: Path) -> None:
     wanted = random.randint(1, 3)
     command = words(place, "--sweep", "nodes", "--values", "2,5")

@@ -125,6 +125,7 @@ def test_tokens_end_with_the_one_that_completes_the_stop_string(sizes: list[int]
     assert reply.step.tokens == reply.tokens[-len(reply.step.tokens) :]
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("drafts", [False, True])
 def test_stop_string_leaves_out_the_rest_of_a_step(drafts: bool) -> None:
     backbone = tiny_backbone()
@@ -304,6 +305,7 @@ def test_parts_that_are_cleaned_up_join_to_the_text() -> None:
         assert streamed(backbone, ids, chance.randrange(1, 5)) == backbone.decode(ids)
 
 
+@pytest.mark.quick("byte_fallback")
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
 def test_bytes_that_are_no_character_are_shown_in_time_that_grows_with_their_number(
     make: Callable[[], Tokenizer],

@@ -107,6 +107,7 @@ def tile_matmul() -> Iterator[Any]:
     yield tile_kernels.tile_matmul
 
 
+@pytest.mark.quick("IQ4_XS", "Q4_1")
 @EACH_FORMAT
 def test_the_kernel_has_the_native_engine_s_bits_at_any_number_of_rows(
     format: Format, tile_matmul: Any
@@ -184,6 +185,7 @@ def close(ours: Tensor, expected: Tensor, error: float) -> bool:
     return bool((ours - expected).norm() <= error * expected.norm())
 
 
+@pytest.mark.quick("qwen2-int8")
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_logits_are_those_of_the_native_engine(family: str, quantize: str, int8_rows: None) -> None:
@@ -207,6 +209,7 @@ def test_layers_hold_four_bits_and_nothing_is_kept_twice() -> None:
     assert kept < 0.1 * layers
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("graphs", [False, True])
 def test_greedy_answers_with_drafts_are_those_of_plain_decoding(graphs: bool) -> None:
     backbone = backbone_over_tiles("qwen3", "int4")
@@ -241,6 +244,7 @@ def test_a_kernel_that_does_not_run_or_is_wrong_is_not_used(
     assert "dequantized" in caplog.text
 
 
+@pytest.mark.quick("Q4_1")
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q5_0, Kind.Q8_0], ids=lambda kind: kind.name)
 def test_a_gguf_file_is_loaded_in_tiles(tmp_path: Path, kind: Kind) -> None:
     path = tmp_path / "tiny.gguf"
@@ -253,6 +257,7 @@ def test_a_gguf_file_is_loaded_in_tiles(tmp_path: Path, kind: Kind) -> None:
     assert backbone.identity == load_backbone(str(path)).identity
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
 def test_a_checkpoint_is_quantized_as_on_a_cpu(tmp_path: Path, quantize: str) -> None:
     path = save_model(tmp_path / "model")

@@ -157,7 +157,7 @@ def test_default_rate_is_the_drafters_own() -> None:
     assert all(peak_rates(kind, named) == [5e-4, 1.25e-4] for kind in kinds)
 
 
-@pytest.mark.quick("draft", "shared")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", ["draft", "own", "shared", "draft drafter=firp train.warmup_steps=0"]
 )
@@ -172,6 +172,7 @@ def test_heads_learn_and_the_backbone_stays(run: Run, words: str) -> None:
     assert all(torch.equal(p, before[name]) for name, p in backbone.model.named_parameters())
 
 
+@pytest.mark.slow
 def test_accumulation_makes_fewer_steps_of_the_same_positions(run: Run) -> None:
     small, large = trainer(run), trainer(run, "train.accumulation=3")
     assert large.steps == -(-small.steps // 3)
@@ -191,6 +192,7 @@ def test_steps_that_do_not_fit_in_the_time_are_left_out_and_the_rate_falls(run: 
     assert short.positions == short.positions_done < whole.positions
 
 
+@pytest.mark.slow
 def test_batch_without_any_target_is_passed_over(run: Run) -> None:
     work = trainer(run, "train.accumulation=2")
     item = work.groups[0][0][0]
@@ -210,7 +212,7 @@ def test_loss_that_is_no_number_names_the_conversations(run: Run) -> None:
         list(work.events())
 
 
-@pytest.mark.quick("bf16", "firp", "lora")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_training_resumes_with_equal_losses_and_weights(kind: str, run: Run) -> None:
     whole = trainer(run, *KINDS[kind], "train.epochs=3")
@@ -245,7 +247,7 @@ def test_resume_refuses_what_changed(run: Run) -> None:
         trainer(run, resume=True)
 
 
-@pytest.mark.quick
+@pytest.mark.quick("draft_ids-9223372036854775808", "step-1000000")
 @pytest.mark.parametrize("number", [-5, 10**6, 2**63])
 @pytest.mark.parametrize("key", ["draft_ids", "step"])
 def test_resume_refuses_ids_beyond_the_vocabulary_and_steps_beyond_the_training(
@@ -263,6 +265,7 @@ def test_resume_refuses_ids_beyond_the_vocabulary_and_steps_beyond_the_training(
         trainer(run, resume=True)
 
 
+@pytest.mark.slow
 def test_resume_refuses_states_of_other_numbers(run: Run) -> None:
     def bf16(engine: str) -> Backbone:
         backbone = Backbone(tiny_model().bfloat16(), tiny_tokenizer(), id="tiny-llama")
@@ -280,6 +283,7 @@ def test_resume_refuses_states_of_other_numbers(run: Run) -> None:
         trainer(run, backbone=wide, resume=True)
 
 
+@pytest.mark.slow
 def test_dtype_that_a_refused_resume_names_is_taken(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +299,7 @@ def test_dtype_that_a_refused_resume_names_is_taken(
     assert "dtype: bf16" in run.recipe_path.read_text()
 
 
+@pytest.mark.slow
 def test_draft_vocabulary_is_the_givers_after_a_resume_too(
     run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,6 +330,7 @@ def test_draft_vocabulary_is_the_givers_after_a_resume_too(
         assert ids(second) == ids(run) != ids(fresh)
 
 
+@pytest.mark.slow
 def test_coverage_of_the_held_out_answers_is_told(run: Run, model: str, tmp_path: Path) -> None:
     size = ["drafter.vocabulary=draft", "drafter.draft_vocab_size=12", "--json"]
     done = medusa(*words_of(run, model, *size))
@@ -368,6 +374,7 @@ def test_start_by_mistake_costs_neither_checkpoint_nor_log_nor_recipe(
     assert not list(run.path.glob("*.earlier.*"))
 
 
+@pytest.mark.quick("fault1")
 @pytest.mark.parametrize(
     "fault",
     [
@@ -414,6 +421,7 @@ def test_log_drops_the_steps_that_a_resume_does_again(tmp_path: Path) -> None:
     assert read_log(log.path) == []
 
 
+@pytest.mark.slow
 def test_library_call_trains_and_shows_its_progress(run: Run, model: str) -> None:
     recipe, shown = load_recipe(None, [*SETTINGS, f"model={model}"]), []
     trained = train(
@@ -436,6 +444,7 @@ def test_library_call_trains_and_shows_its_progress(run: Run, model: str) -> Non
     assert load_drafter(run.drafter_dir, engines.load_backbone(model)).num_heads == 2
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 def test_command_trains_and_prints_its_results(run: Run, model: str) -> None:
     result = medusa(*words_of(run, model, "drafter.num_heads=3", "--json"))
@@ -455,6 +464,7 @@ def test_command_trains_and_prints_its_results(run: Run, model: str) -> None:
     assert [path.name for path in run.path.glob(".*")] == [".lock"]
 
 
+@pytest.mark.slow
 def test_a_drafter_kept_in_8_bits_is_smaller_and_decodes(run: Run, model: str) -> None:
     sizes = []
     for kind in ("bf16", "int8"):
@@ -470,6 +480,7 @@ def test_a_drafter_kept_in_8_bits_is_smaller_and_decodes(run: Run, model: str) -
     assert drafted["answer"] == plain["answer"]
 
 
+@pytest.mark.quick("2-130")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_training_leaves_a_checkpoint_and_resume_ends_the_same(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch, number: int, code: int
@@ -496,6 +507,7 @@ def test_stop_that_another_process_received_exits_as_sigterm_does(
     assert "--resume" in medusa(*words_of(run, model), exit_code=143).stderr
 
 
+@pytest.mark.quick("words0")
 @pytest.mark.parametrize(
     "words",
     [
@@ -516,6 +528,7 @@ def test_load_options_without_effect_are_refused_by_name(
     assert given == {words[-2]}
 
 
+@pytest.mark.slow
 def test_training_starts_from_another_runs_heads(run: Run, model: str, tmp_path: Path) -> None:
     words = ["train.max_tokens=200"]
     medusa(*words_of(run, model, *words))
@@ -561,10 +574,7 @@ def test_a_fine_tune_takes_the_drafter_of_its_model_and_trains_it_further(
     assert all(torch.equal(old[name], new[name]) for name in old)
 
 
-@pytest.mark.quick(
-    "drafter=hydra drafter.prefix_layers=1 drafter.context=answer",
-    "drafter=medusa drafter.num_layers=3",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -638,7 +648,7 @@ def shorten(run: Run) -> None:
     write_lines(run.distill_path, records)
 
 
-@pytest.mark.quick("medusa", "hydra++", "eagle", "firp")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_without_a_position_have_no_loss_and_no_accuracy(kind: str, run: Run) -> None:
     shorten(run)
@@ -667,6 +677,7 @@ def test_heads_without_a_position_are_told(run: Run, model: str) -> None:
     assert medusa("compare", f"{run.path}/").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [[], ["--stage", "2", "train.schedule=sine"]], ids=["heads", "lora"]
 )
@@ -703,6 +714,7 @@ def test_the_drafter_is_the_best_validations_not_the_last_steps(
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_training_keeps_the_best_so_far(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -717,6 +729,7 @@ def test_a_resumed_training_keeps_the_best_so_far(
     assert all(torch.equal(weight, best[name]) for name, weight in again.drafter.named_parameters())
 
 
+@pytest.mark.quick("content1")
 @pytest.mark.parametrize(
     "content", [b"half a file", {"step": 5, "acceptance": 9.0, "tensors": {}}, {"step": "x"}]
 )
@@ -735,6 +748,7 @@ def test_a_damaged_best_checkpoint_is_named(
         again.take_best()
 
 
+@pytest.mark.slow
 def test_a_new_training_does_not_take_an_earlier_ones_best(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -775,6 +789,7 @@ class Events:
         self.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_logger_sees_every_step_and_validation(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch, name: str
@@ -846,6 +861,7 @@ def test_tensorboard_gets_scalars_and_hides_those_that_a_resume_repeats(
     assert firsts == [None, None, 5] and min(step for *_, step in scalars) == 5
 
 
+@pytest.mark.slow
 def test_a_missing_logger_is_one_line_that_names_its_extra(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -862,6 +878,7 @@ def test_a_missing_logger_is_one_line_that_names_its_extra(
     medusa(*words_of(run, model, "--logger", "other"), exit_code=2)
 
 
+@pytest.mark.slow
 def test_a_narrow_eagle_keeps_its_width_when_trained_on(
     run: Run, model: str, tmp_path: Path
 ) -> None:
@@ -877,7 +894,7 @@ def test_a_narrow_eagle_keeps_its_width_when_trained_on(
     assert widths == [24, 24]
 
 
-@pytest.mark.quick("medusa", "fresh")
+@pytest.mark.quick("medusa")
 @pytest.mark.parametrize(
     "words",
     [

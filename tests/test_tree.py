@@ -275,6 +275,7 @@ def test_broken_tree_files_are_refused(tmp_path: Path, text: str) -> None:
         load_tree(tmp_path / "t.json")
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_drawings_show_every_node(tmp_path: Path, suffix: str) -> None:
@@ -314,6 +315,7 @@ def test_costs_are_interpolated_between_measured_sizes() -> None:
     assert costs.step(3, 3, batch=3) == pytest.approx(0.018 + 0.005)  # nine rows in one pass
 
 
+@pytest.mark.quick("0.0")
 @pytest.mark.parametrize("slope", [0.0, 0.0003, 0.002, 0.2])
 def test_the_best_budget_is_the_best_of_all_sizes(slope: float) -> None:
     costs = costs_of(slope)
@@ -337,7 +339,7 @@ def test_expensive_levels_make_shallow_trees() -> None:
     assert dear.tree.max_depth == 1 and 1 < dear.tree.size <= 5
 
 
-@pytest.mark.quick("medusa", "hydra-draft")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "hydra-draft", "amphista", "firp"])
 def test_costs_are_measured_for_every_size_and_depth(kind: str) -> None:
     backbone, shown, sizes = tiny_backbone(layers=6), list[Any](), (1, 2, 5)
@@ -372,6 +374,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
+@pytest.mark.slow
 def test_budget_auto_finds_a_size_and_keeps_the_times(
     tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def report(*words: str) -> dict[str, Any]:
     return json.loads(medusa("tree", "--json", *words).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 def test_a_budget_searches_draws_and_saves_in_the_run(folder: Path) -> None:
     shown = medusa("tree", "--run", "mine", "--budget", "10")
@@ -193,6 +194,7 @@ def test_decoding_warns_of_files_of_an_earlier_drafter(stale: Run) -> None:
     assert warnings(stale, "--tree", "dynamic") == []
 
 
+@pytest.mark.slow
 def test_step_times_of_an_earlier_drafter_are_taken_again(stale: Run) -> None:
     change_json(stale.calibration_path, lambda document: document.pop(STAMP))
     words = ["tree", "--run", str(stale.path), "--budget", "auto"]
