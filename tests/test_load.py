@@ -18,7 +18,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import lora
-from medusa_cli.model.load import load_network, resolve_device
+from medusa_cli.model.load import load_network, resolve_device, use_device
 from medusa_cli.runs.load_options import LoadOptions
 from tests.helpers import (
     change_json,
@@ -519,6 +519,14 @@ def test_damaged_adapter_weights_are_refused(model: Path, adapted: Path) -> None
 
 def test_hints_of_bitsandbytes_are_silenced() -> None:
     assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
+
+
+def test_a_named_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    for device in ("cpu", "cuda", "cuda:1"):
+        use_device(device)
+    assert chosen == [torch.device("cuda:1")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device works")

@@ -47,6 +47,7 @@ from medusa_cli.model.load import (
     name_of_dtype,
     resolve_device,
     resolve_dtype,
+    use_device,
 )
 from medusa_cli.model.weights import CheckpointWeights, NetworkWeights
 from medusa_cli.native import Format, is_available, why_unavailable
@@ -82,6 +83,7 @@ def load_backbone(
     # Only the eager engine runs a model's own code.
     foreign = options.trust_remote_code and has_own_code(model)
     device = torch.device(resolve_device(options.device))
+    use_device(str(device))
     engine = _engine_of(options, device)
     _check_engine(engine, options, foreign, shard, model.name)
     needs_network = gradients or shard or foreign
@@ -120,6 +122,7 @@ def load_without_layers(
         )
         raise UsageError(fault, "use train.states=kept")
     device = resolve_device(options.device)
+    use_device(device)
     dtype = resolve_dtype(options.dtype, model, device)
     weights = CheckpointWeights(model.checkpoint, network)
     names = {id(module): own for own, module in network.named_modules()}
