@@ -13,14 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from medusa_cli.engine.kernel_attention import PINNED, attend
-from medusa_cli.engine.reach import Reach, slices_of
+from medusa_cli.engine.reach import COLUMNS, Reach, slices_of
 from medusa_cli.engine.tile_kernels import tile_matmul
 
 __all__ = ["add_norm", "attend", "gate", "matmul", "rotate_write", "tile_matmul"]
 
-# The tile in rows, columns and K. One row computes a whole tile, as 64 do.
+# The tile in rows and K. One row computes a whole tile, as 64 do.
 ROWS = 64
-COLUMNS = 128
 DEPTH = 64
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 

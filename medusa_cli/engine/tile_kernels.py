@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from medusa_cli.engine import plain_kernels
 from medusa_cli.engine.tiles import Tiles
 from medusa_cli.native.library import UNIT
 
@@ -23,8 +24,7 @@ COLUMNS = 32
 # Units of a loop's turn, and groups of a row that one program rounds.
 STEPS = (4, 2, 1)
 GROUPS = 64
-# As in native/matmul.h: groups below this size are rounded to zero.
-LEAST_SIZE = tl.constexpr(1e-30)
+LEAST_SIZE = tl.constexpr(plain_kernels.LEAST_SIZE)
 # 1.5 * 2^23: adding it rounds a float to the nearest integer.
 SHIFT = tl.constexpr(12582912.0)
 # Multiplications and additions are fused only where the native engine fuses them.

@@ -6,6 +6,7 @@ and Gemma's norms after attention and MLP. Any other layer raises Unsupported.
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -178,6 +179,21 @@ class TorchLayer(nn.Module):
         return x + (y if self.down_norm is None else self.down_norm(y))
 
 
+@dataclass(frozen=True)
+class LayerInputs:
+    """Holds what all layers read for R rows in each of B slots.
+
+    masks: by kind of layer. reads: the result of `columns_read`, or an empty list. cos, sin: by
+    rotary table. columns [B, R]: the columns in which each slot's rows are written.
+    """
+
+    masks: list[Tensor]
+    reads: list[Tensor]
+    cos: list[Tensor]
+    sin: list[Tensor]
+    columns: Tensor
+
+
 class TorchEngine(LayoutEngine):
     """Runs the layers of a transformers decoder; raises Unsupported if it does not know their parts.
 
@@ -287,14 +303,14 @@ class TorchEngine(LayoutEngine):
             *(extra_rows.rows.layers if extra_rows else ()),
         }
         tapped: dict[int, Tensor] = {}
-        inputs: tuple[Any, ...] = ()
+        inputs: LayerInputs | None = None
         for first, after in itertools.pairwise(sorted(cuts)):
             rows = x.shape[1]
             if extra_rows is not None:
                 x = extra_rows.enter(first, x)
-            if not inputs or x.shape[1] != rows:
+            if inputs is None or x.shape[1] != rows:
                 inputs = self.inputs(x.shape[1], layout)
-            tapped[after - 1] = x = self.run_layers(first, after, x, layout, cache, *inputs)
+            tapped[after - 1] = x = self.run_layers(first, after, x, layout, cache, inputs)
         # As in the network's list of states, those of the last layer follow the final norm.
         tapped[-1] = x
         return x if taps == (-1,) else torch.cat([tapped[tap] for tap in taps], dim=-1), x
@@ -325,31 +341,23 @@ class TorchEngine(LayoutEngine):
         x: Tensor,
         layout: Layout,
         cache: Cache,
-        masks: list[Tensor],
-        reads: list[Tensor],
-        cos: list[Tensor],
-        sin: list[Tensor],
-        columns: Tensor,
+        inputs: LayerInputs,
     ) -> Tensor:
-        """Returns the states [B, R, H] after layers first .. end - 1, normalized after the last layer.
-
-        masks: by kind of layer. reads: the result of `columns_read`, or an empty list. cos, sin: by
-        rotary table. columns [B, R]: the columns in which each slot's rows are written.
-        """
+        """Returns the states [B, R, H] after layers first .. end - 1, normalized after the last layer."""
         shape = x.shape
         x = x.flatten(0, 1)
         slots = slice(layout.first, layout.first + layout.size)
         cached = cache.both[:, :, slots]  # [2, layers, B, KV, C, D]
         for index in range(first, end):
             layer = self.layers[index]
-            qkv = layer.project(x, cos[layer.table], sin[layer.table])
-            write(cached[:, index], qkv[:, layer.heads :], columns)
+            qkv = layer.project(x, inputs.cos[layer.table], inputs.sin[layer.table])
+            write(cached[:, index], qkv[:, layer.heads :], inputs.columns)
             query, new_keys, new_values = qkv.split([layer.heads, layer.kv, layer.kv], dim=1)
             keys, values = cached[:, index].flatten(1, 2)
-            mask = masks[layer.kind]
-            if reads and mask.shape[-1] == columns.shape[1]:
+            mask = inputs.masks[layer.kind]
+            if inputs.reads and mask.shape[-1] == inputs.columns.shape[1]:
                 attended = behind(
-                    query, keys, values, new_keys, new_values, mask, reads, layer.scale
+                    query, keys, values, new_keys, new_values, mask, inputs.reads, layer.scale
                 )
             else:
                 attended = fused(query, keys, values, mask, layer.kv, layer.scale)
@@ -358,15 +366,15 @@ class TorchEngine(LayoutEngine):
             x = self.norm(x)
         return x.view(shape)
 
-    def inputs(self, rows: int, layout: Layout) -> tuple[Any, ...]:
-        """Returns the inputs of `run_layers` for the first `rows` rows of a layout."""
+    def inputs(self, rows: int, layout: Layout) -> LayerInputs:
+        """Returns the inputs of layers for the first `rows` rows of a layout."""
         masks = [layout.masks[kind][:, :rows] for kind in self.masks.kinds]
         masks = [self._for_groups(mask)[:, None] for mask in masks]
         cos, sin = self._rotations(layout.positions[:, :rows], layout)
         reads = []
         if layout.lengths is not None:
             reads = columns_read(layout.lengths, rows, self.kv, layout.wide)
-        return masks, reads, cos, sin, layout.columns[:, :rows]
+        return LayerInputs(masks, reads, cos, sin, layout.columns[:, :rows])
 
     def _rotations(self, positions: Tensor, layout: Layout) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the cosines and sines [B * R, 1, D] by rotary table for the rows of a layout."""
