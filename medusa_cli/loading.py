@@ -7,7 +7,7 @@ from typing import Any
 
 from medusa_cli.decode import AdaptivePolicy, DraftPolicy
 from medusa_cli.decode.adaptive_policy import Growing
-from medusa_cli.decode.cuda_graph import captures
+from medusa_cli.decode.graph_trial import captures
 from medusa_cli.decode.policy import UNCALIBRATED, DynamicTreePolicy, StaticTreePolicy
 from medusa_cli.decode.processors import check_generation_config
 from medusa_cli.decode.step_times import step_times_for

@@ -20,9 +20,11 @@ from medusa_cli.engine.reach import CHUNK, NEAR
 from medusa_cli.engine.tiles import LAYOUTS
 from medusa_cli.native import Format
 from medusa_cli.train import loss_kernel
+from medusa_cli.tree import kernels as tree_kernels
 
 # Integers that differ from pass to pass.
-FREE = {"rows", "rows_of_slot", "capacity", "chunks"}
+STRIDES = ("of_outline", "of_nodes", "of_children", "of_tokens")
+FREE = {"rows", "rows_of_slot", "capacity", "chunks", "head", *STRIDES}
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -76,6 +78,9 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     tile_matmul(Format.Q4_K, tile_kernels.FEW),
     tile_matmul(Format.Q4_K, tile_kernels.MANY),
     tile_matmul(Format.Q6_K, tile_kernels.MANY),
+    ("grow_kernel", "scores", dict(N=64, W=10, BN=64, BC=1024), {}),
+    ("grow_kernel", "", dict(N=16, W=10, BN=16, BC=256), {}),
+    ("longest_path_kernel", "", dict(N=64, P=32, BN=64, BP=32), {}),
     ("cross_entropy_kernel", "logits p", dict(BLOCK=loss_kernel.BLOCK), dict(num_warps=8)),
 ]
 TYPES = {
@@ -84,8 +89,12 @@ TYPES = {
     **dict.fromkeys(("weights", "losses"), "*fp32"),
     "right": "*u8",
     **dict.fromkeys(("targets", "p_rows"), "*i64"),
-    **dict.fromkeys(("columns", "limit", "low", "places", "position"), "*i32"),
-    **dict.fromkeys(("rows", "rows_of_slot", "capacity", "chunks", "width"), "i32"),
+    **dict.fromkeys(("outline", "nodes", "ids", "new_nodes", "above"), "*i64"),
+    **dict.fromkeys(("chosen", "tokens", "depth", "parents", "results"), "*i64"),
+    **dict.fromkeys(("mask", "new_mask", "on_path"), "*u8"),
+    **dict.fromkeys(("log_p", "new_scores"), "*fp32"),
+    **dict.fromkeys(("order", "columns", "limit", "low", "places", "position"), "*i32"),
+    **dict.fromkeys((*FREE, "width"), "i32"),
     **dict.fromkeys(("eps", "eps_after", "scale", "soft"), "fp32"),
 }
 
@@ -103,6 +112,8 @@ def compiled(kernel: Any, pointers: str, sizes: dict[str, Any], options: Any, ta
             signature[name], constants[(place,)] = "constexpr", sizes.get(name)
         else:
             signature[name] = types.get(name, "*bf16")
+        if name == "scores" and name in given:
+            signature[name] = "*fp32"
         if name in ("bias", "after") and name not in given:
             signature[name], constants[(place,)] = "constexpr", None
         if signature[name].startswith("*"):
@@ -134,7 +145,13 @@ def described(kernel: Any, target: int, *case: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    modules = vars(kernels) | vars(kernel_attention) | vars(tile_kernels) | vars(loss_kernel)
+    modules = (
+        vars(kernels)
+        | vars(kernel_attention)
+        | vars(tile_kernels)
+        | vars(loss_kernel)
+        | vars(tree_kernels)
+    )
     binaries = [
         described(modules[name], target, *case)
         for target in map(int, sys.argv[1:])

@@ -10,7 +10,7 @@ from transformers import TopKLogitsWarper
 from medusa_cli.decode import Sampling
 from medusa_cli.decode import accept as accept_many
 from medusa_cli.decode.accept import longest_path
-from medusa_cli.decode.cuda_graph import choose, sampling_params
+from medusa_cli.decode.graph_step import choose, sampling_params
 from medusa_cli.decode.sampler import NUCLEUS, Sampler, candidates, draw
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Draft, Tree
@@ -117,15 +117,14 @@ def test_tensors_accept_the_paths_of_the_host(sampling: Sampling) -> None:
         choose(logits, params, depth) if sampling.exact else (logits.argmax(-1), torch.ones(()))
     )
     assert certain.all()
-    count, last, path, on_path = longest_path(chosen, tokens, depth, parents, tree_mask, 12)
+    results, on_path = longest_path(chosen, tokens, depth, parents, tree_mask, 12)
     expected = accept_many(logits, drafts, samplers)
     assert max(len(nodes) for nodes, _ in expected) >= 3
     for i, (nodes, bonus) in enumerate(expected):
-        assert path[i, : int(count[i])].tolist() == nodes == on_path[i].nonzero()[:, 0].tolist()
-        assert (
-            path[i, int(count[i]) :].tolist() == [*range(int(count[i]), 12)]
-            and chosen[i, last[i]] == bonus
-        )
+        count = len(nodes)
+        path = [*nodes, *range(count, 12)]
+        assert results[i].tolist() == [count, bonus, *path, *tokens[i, path].tolist()]
+        assert on_path[i].nonzero()[:, 0].tolist() == nodes
 
 
 def test_token_zero_is_a_token_like_any_other() -> None:

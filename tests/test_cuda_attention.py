@@ -91,7 +91,7 @@ def test_rows_of_a_drafters_layer_see_each_other_once_behind_an_empty_slot(
     cached = torch.randn(2, size, 4, CAPACITY, DIM)
     expected = SlotRows(lengths, positions, tree_mask).attend(query, keys, values, cached.clone())
     with Device():
-        slots = SlotRows(*(x.to(NAME) for x in (lengths, positions, tree_mask)))
+        slots = SlotRows(*(x.to(NAME) for x in (lengths, positions, tree_mask)), empty=True)
         seen = slots.attend(*(x.to(NAME) for x in (query, keys, values, cached))).cpu()
     assert torch.allclose(seen, expected, atol=1e-5)
 

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.decode import AdaptivePolicy, Decoder, LogitsOptions, Request, Sampling, cuda_graph
+from medusa_cli.decode import (
+    AdaptivePolicy,
+    Decoder,
+    LogitsOptions,
+    Request,
+    Sampling,
+    cuda_graph,
+    graph_step,
+    graph_trial,
+)
 from medusa_cli.decode.policy import DynamicTreePolicy, StaticTreePolicy, policy_of
 from medusa_cli.decode.sampler import Sampler
 from medusa_cli.engine.engine import LayoutEngine
@@ -209,7 +218,7 @@ def test_drafter_reads_at_once_what_a_graph_has_no_room_for(
         "read",
         lambda *args: read.append(len(args[3][0].tokens)) or inner(*args),
     )
-    prompt = [8 + i % 40 for i in range(cuda_graph.DEPTHS + 9)]
+    prompt = [8 + i % 40 for i in range(graph_step.DEPTHS + 9)]
     assert tokens_of(answer(decoder, prompt, max_new_tokens=40, stop_ids=())) == tokens_of(
         generate_plain(backbone, prompt, max_new_tokens=40, stop_ids=())
     )
@@ -262,7 +271,7 @@ def test_failed_graph_is_given_up_and_the_step_runs_as_usual(graphs: StandIn, ca
 def test_step_that_needs_more_than_the_likeliest_tokens_runs_as_usual(
     sampling: Sampling, graphs: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_graph, "LIKELIEST", 6)
+    monkeypatch.setattr(graph_step, "LIKELIEST", 6)
     backbone = tiny_backbone(engine="torch")
     expected = plain(backbone, 40, sampling=sampling)
     decoder = decoder_of(backbone, Oracle(expected, 0.6), SPARSE, cuda_graphs=True)
@@ -297,8 +306,8 @@ def test_chosen_tokens_are_distributed_as_the_target(sampling: Sampling) -> None
         Tree.from_choices([[0], [1]]),
         [Sampler(sampling, stream) for stream in range(draws)],
     )
-    params = cuda_graph.sampling_params(samplers, draws, tree.max_depth + 1)
-    chosen, certain = cuda_graph.choose(
+    params = graph_step.sampling_params(samplers, draws, tree.max_depth + 1)
+    chosen, certain = graph_step.choose(
         logits.expand(draws, -1, -1), params, tree.depth.expand(draws, -1)
     )
     assert certain.all()
@@ -313,8 +322,8 @@ def test_cold_sampling_with_top_k_needs_no_ordinary_step(temperature: float) -> 
     # As spread as a model's.
     logits = 5 * torch.randn(nodes, 3000, generator=torch.Generator().manual_seed(2))
     samplers = [Sampler(sampling, stream) for stream in range(nodes)]
-    params = cuda_graph.sampling_params(samplers, nodes, 1)
-    chosen, certain = cuda_graph.choose(
+    params = graph_step.sampling_params(samplers, nodes, 1)
+    chosen, certain = graph_step.choose(
         logits[:, None], params, torch.zeros(nodes, 1, dtype=torch.long)
     )
     assert certain.all()
@@ -344,7 +353,7 @@ def test_trial_decides_once_on_cuda_graphs(
     backbone = tiny_backbone(engine="torch")
     backbone.engine.captures = None
     clock, trials = [0.0], []
-    run, ordinary_step = cuda_graph.CudaGraphs.run, cuda_graph._ordinary_step
+    run, ordinary_step = cuda_graph.CudaGraphs.run, graph_trial._ordinary_step
     monkeypatch.setattr("medusa_cli.device.time.perf_counter", lambda: clock[0])
 
     def graph_step(self: Any, *args: Any) -> Any:
@@ -362,7 +371,7 @@ def test_trial_decides_once_on_cuda_graphs(
         return ordinary_step(*args)
 
     monkeypatch.setattr(cuda_graph.CudaGraphs, "run", graph_step)
-    monkeypatch.setattr(cuda_graph, "_ordinary_step", plain_step)
+    monkeypatch.setattr(graph_trial, "_ordinary_step", plain_step)
     with caplog.at_level(logging.WARNING):
         assert (decoder_of(backbone).cuda_graphs is not None) == captured
         before = len(trials)
@@ -373,7 +382,7 @@ def test_trial_decides_once_on_cuda_graphs(
 
 
 def test_no_trial_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graph, "_trial", lambda engine: pytest.fail("a trial ran"))
+    monkeypatch.setattr(graph_trial, "_trial", lambda engine: pytest.fail("a trial ran"))
     assert decoder_of(tiny_backbone(engine="torch")).cuda_graphs is None
 
 
@@ -382,6 +391,6 @@ def test_a_distribution_too_flat_for_a_graph_is_no_difference(
 ) -> None:
     engine = tiny_backbone(engine="torch").engine
     assert isinstance(engine, LayoutEngine)
-    monkeypatch.setattr(cuda_graph, "LIKELIEST", 1)
-    cuda_graph._trial(engine)
+    monkeypatch.setattr(graph_step, "LIKELIEST", 1)
+    graph_trial._trial(engine)
     assert "differ" not in caplog.text

@@ -15,12 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from medusa_cli.decode import graph_step
+from medusa_cli.decode.accept import longest_path
 from medusa_cli.engine import exact, plain_kernels
 from medusa_cli.engine.reach import CHUNK, LAG, NEAR, Reach
 from medusa_cli.engine.torch_layers import TorchEngine
 from medusa_cli.files.layer_kinds import FULL, SLIDING
 from medusa_cli.train.fused_linear import PlainLoss
+from medusa_cli.tree import DynamicTree
+from medusa_cli.tree.tensors import GrowingTrees
 from tests.helpers import tiny_backbone
+from tests.test_tree import outlined
 
 if find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
@@ -29,6 +34,7 @@ if torch.cuda.is_available():
     pytest.skip("stands for a GPU where there is none", allow_module_level=True)
 from medusa_cli.engine import kernels as interpreted  # under the interpreter: see conftest.py
 from medusa_cli.train import loss_kernel
+from medusa_cli.tree import kernels as tree_kernels
 
 TARGETS = (80, 90, 120)
 COUNTS = (1, 2, 7, 8, 16, 33, 64)
@@ -292,6 +298,60 @@ def test_loss_is_that_of_plain_torch(width: int, soft: float | None, dtype: torc
         assert torch.allclose(ours, plain, rtol=near, atol=near)
 
 
+def grow_by_both(pairs: int, seed: int) -> None:
+    """Asserts for pairs of random trees that kernels grow them, and find their longest paths, as plain torch does."""
+    for number in range(pairs):
+        generator, numbers = Random(seed + number), torch.Generator().manual_seed(seed + number)
+        limits = DynamicTree(generator.randrange(1, 14), 3, width=generator.randrange(1, 5))
+        rows = limits.budget + generator.randrange(4, 9)
+        known = [[5, 7, 3], [5, 9]][: number % 3]
+        alone, beside = outlined(limits, [], rows), outlined(limits, known, rows)
+        # As in a graph, other fields follow those of each tree.
+        nodes = torch.zeros(2, 6, rows, dtype=torch.long)
+        nodes[:, :4] = torch.cat([alone.nodes, beside.nodes])
+        mask = torch.cat([alone.mask, beside.mask])
+        ours, plain = (
+            kind(limits, nodes[:, :4], mask) for kind in (tree_kernels.KernelTrees, GrowingTrees)
+        )
+        for head in range(3):
+            shape = 2, rows if head else 1, limits.width
+            log_p = -torch.rand(shape, generator=numbers).sort().values
+            if number % 2:
+                # Many are equal, and some are certain.
+                log_p = (3 * log_p).round() / 3
+            ids = torch.randint(9, shape, generator=numbers)
+            assert torch.equal(ours.extend(head, log_p, ids), plain.extend(head, log_p, ids))
+            assert torch.equal(ours.nodes, plain.nodes) and torch.equal(ours.mask, plain.mask)
+        for chosen in (
+            plain.tokens.scatter(1, plain.parents.clamp(min=0), plain.tokens),
+            torch.randint(9, (2, rows), generator=numbers),
+        ):
+            given = chosen, plain.tokens, plain.depth, plain.parents, plain.mask, min(rows, 5)
+            results = zip(tree_kernels.longest_path(*given), longest_path(*given), strict=True)
+            assert all(torch.equal(*pair) for pair in results)
+
+
+def test_trees_grow_as_in_plain_torch() -> None:
+    grow_by_both(6, 100)
+
+
+@pytest.mark.slow
+def test_two_hundred_trees_grow_as_in_plain_torch() -> None:
+    grow_by_both(100, 1000)
+
+
+def test_kernels_of_trees_are_compared_before_their_use() -> None:
+    plain, ours = (
+        (GrowingTrees, longest_path),
+        (tree_kernels.KernelTrees, tree_kernels.longest_path),
+    )
+    trees = graph_step.sample_trees(torch.device("cpu"))
+    pairs = zip(graph_step.grown(*trees, *plain), graph_step.grown(*trees, *ours), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    # There is no such device.
+    assert graph_step.tree_operations.__wrapped__(torch.device("cuda")) == plain
+
+
 @pytest.mark.slow
 def test_binaries_have_no_atomics_and_no_spills_and_serve_all_numbers_of_rows() -> None:
     """Triton compiles a kernel anew for integers of 1 or multiples of 16, unless told not to."""
@@ -299,7 +359,7 @@ def test_binaries_have_no_atomics_and_no_spills_and_serve_all_numbers_of_rows() 
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     binaries = json.loads(run.stdout)
-    assert len(binaries) == 11 * len(TARGETS)
+    assert len(binaries) == 14 * len(TARGETS)
     for binary in binaries:
         assert not binary["atomics"] and binary["stack"] == 0, binary
         assert not binary["specialized"], binary

@@ -132,7 +132,12 @@ def grow_on_host(
     return builder.tree(limits.budget)
 
 
-def outlined(limits: DynamicTree, paths: list[list[int]], rows: int) -> GrowingTrees:
+def outlined(
+    limits: DynamicTree,
+    paths: list[list[int]],
+    rows: int,
+    kind: type[GrowingTrees] = GrowingTrees,
+) -> GrowingTrees:
     """Returns a tree that is to grow beside paths of known tokens, in a number of rows."""
     draft = add_paths(unread_draft(1, outline(limits)), paths)
     tree, rest = draft.tree, rows - draft.tree.size
@@ -143,8 +148,8 @@ def outlined(limits: DynamicTree, paths: list[list[int]], rows: int) -> GrowingT
     ]
     mask = torch.eye(rows, dtype=torch.bool)
     mask[: tree.size, : tree.size] = tree.mask
-    depth, parents, ranks, tokens = torch.tensor([*fields, (*draft.ids, *[0] * rest)])[:, None]
-    return GrowingTrees(limits, depth, parents, ranks, tokens, mask[None])
+    nodes = torch.tensor([*fields, (*draft.ids, *[0] * rest)])
+    return kind(limits, nodes[None], mask[None])
 
 
 def grow_tensors(

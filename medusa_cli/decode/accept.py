@@ -71,14 +71,14 @@ def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
 
 def longest_path(
     chosen: Tensor, tokens: Tensor, depth: Tensor, parents: Tensor, tree_mask: Tensor, length: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Follows the tokens [B, N] chosen after each node of B trees, without reading a value from the device.
 
     It serves CUDA graphs. Its counterpart on the host is `accept`, which also runs logits
     processors and, on a CPU, draws only at the nodes that it visits. tokens, depth, parents [B, N]
     and tree_mask [B, N, N] describe the trees. Paths have at most `length` nodes. Returns the
-    number of accepted nodes and the last one, [B, 1] each, the path in order [B, P], and a mask of
-    the path [B, N].
+    results [B, 2 + 2 P], which are the number of accepted nodes, the bonus token, the path in order
+    and its tokens, and a mask of the path [B, N].
     """
     nodes = numbered(tokens.shape[1], tokens.device)
     steps = numbered(length, tokens.device)
@@ -93,7 +93,9 @@ def longest_path(
     here = on_path[:, None] & (number[:, None] == steps[:, None])  # [B, P, N]
     count = depth.gather(1, last) + 1
     # Beyond the end of a path, every row keeps its place.
-    return count, last, torch.where(steps < count, here.long().argmax(-1), steps), on_path
+    path = torch.where(steps < count, here.long().argmax(-1), steps)
+    results = [count, chosen.gather(1, last), path, tokens.gather(1, path)]
+    return torch.cat(results, dim=1), on_path
 
 
 def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:

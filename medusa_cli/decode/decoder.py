@@ -12,7 +12,8 @@ from torch import Tensor
 
 from medusa_cli.decode.accept import accept
 from medusa_cli.decode.answer import Accepted, Likelihood, Step, likelihoods
-from medusa_cli.decode.cuda_graph import CudaGraphs, captures
+from medusa_cli.decode.cuda_graph import CudaGraphs
+from medusa_cli.decode.graph_trial import captures
 from medusa_cli.decode.policy import (
     ROOT,
     DraftPolicy,

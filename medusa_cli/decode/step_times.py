@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from medusa_cli.decode.answer import Step
-from medusa_cli.decode.cuda_graph import captures
 from medusa_cli.decode.decoder import Decoder
+from medusa_cli.decode.graph_trial import captures
 from medusa_cli.decode.policy import DraftPolicy, policy_of
 from medusa_cli.decode.sequence import Request
 from medusa_cli.decode.sequence import Sequence as DecodedSequence

@@ -262,9 +262,8 @@ class Eagle(LayerDrafter):
                 above = states[level.parent_rows].unflatten(0, (size, -1))
                 embedded = self.embed(backbone, level.tokens).view_as(above)
                 below = layer.extend_slots(above, rows, cached, embedded)
-                states = torch.where((trees.depth == 0)[..., None], last[:, None], below).flatten(
-                    0, 1
-                )
+                below[:, 0] = last
+                states = below.flatten(0, 1)
             return self.guess(backbone, 0, states, width, temperature, self.final_norm)
 
         fill_by_level(trees, self.num_heads, guess)

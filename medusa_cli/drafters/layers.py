@@ -68,14 +68,17 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Any = None) -> Tensor:
 class SlotRows:
     """Holds R rows for each of B slots, after the `lengths` [B] rows that are already there; positions [B, R].
 
-    tree_mask bool [B, R, R]: which of these rows see each other. In an empty slot, all rows see the
-    first one.
+    tree_mask bool [B, R, R]: which of these rows see each other. empty: a slot may have no rows yet;
+    then all rows see the first one.
     """
 
-    def __init__(self, lengths: Tensor, positions: Tensor, tree_mask: Tensor) -> None:
+    def __init__(
+        self, lengths: Tensor, positions: Tensor, tree_mask: Tensor, *, empty: bool = False
+    ) -> None:
         self.lengths = lengths
         self.positions = positions
         self._tree_mask = tree_mask
+        self._empty = empty
         # Where attention reads and what it sees, once a layer has asked.
         self._reach: tuple[Tensor, list[Tensor]] | None = None
 
@@ -101,10 +104,12 @@ class SlotRows:
         query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
         known_keys, known_values = cached.flatten(1, 2)
         if self._reach is None:
-            # The kernel must read some column of each slot. In an empty slot, it reads column 0, where
-            # the first of these rows was just written. The other rows must not count that row twice.
-            held = (self.lengths > 0)[:, None, None]
-            tree_mask = self._tree_mask & (held | without_first_column(self._tree_mask))
+            tree_mask = self._tree_mask
+            if self._empty:
+                # The kernel must read some column of each slot. In an empty slot, it reads column 0, where
+                # the first of these rows was just written. The other rows must not count that row twice.
+                held = (self.lengths > 0)[:, None, None]
+                tree_mask = tree_mask & (held | without_first_column(tree_mask))
             mask = additive(tree_mask[:, None], query.dtype)
             self._reach = mask, columns_read(self.lengths, rows, heads, cached.shape[3])
         mask, reads = self._reach
@@ -333,10 +338,10 @@ def last_of(counts: Sequence[int]) -> list[int]:
     return [end - 1 for end in accumulate(counts)]
 
 
-def owners(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Returns, for each row of consecutive runs of rows, the number of its run."""
-    runs = [torch.full((count,), number, device=device) for number, count in enumerate(counts)]
-    return torch.cat(runs)
+def repeated(x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Returns each row of x [B, ..] as often as its count says."""
+    rows = [row.expand(count, *row.shape) for row, count in zip(x, counts, strict=True)]
+    return torch.cat(rows)
 
 
 def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
@@ -415,12 +420,12 @@ class TokenBias(nn.Module):
         best = scores.topk(min(max(CANDIDATES, width), scores.shape[-1]), dim=-1)
         pairs = zip(tokens, best.indices, strict=True)
         lifts = [F.embedding(own, self.before) @ self.after[rows].T for own, rows in pairs]
-        owner = owners([len(own) for own in tokens], scores.device)
-        lifted = best.values[owner] + torch.cat(lifts).float()  # [N, C]
+        counts = [len(own) for own in tokens]
+        lifted = repeated(best.values, counts) + torch.cat(lifts).float()  # [N, C]
         if temperature is not None:
             others = (scores / temperature).scatter(1, best.indices, -torch.inf)
-            rest = others.logsumexp(-1)[owner, None]
+            rest = repeated(others.logsumexp(-1, keepdim=True), counts)
             lifted = lifted / temperature
             lifted = lifted - torch.logaddexp(lifted.logsumexp(-1, keepdim=True), rest)
         chosen = lifted.topk(min(width, lifted.shape[-1]), dim=-1)
-        return chosen.values, best.indices[owner].gather(1, chosen.indices)
+        return chosen.values, repeated(best.indices, counts).gather(1, chosen.indices)

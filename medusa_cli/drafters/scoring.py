@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.drafters.expansion import Frontier, Guess
-from medusa_cli.drafters.layers import TokenBias, owners
+from medusa_cli.drafters.layers import TokenBias, repeated
 from medusa_cli.engine.linear import packed_copy, packed_linear, packed_parts, packs
 from medusa_cli.model import Backbone
 
@@ -173,7 +173,7 @@ class Scoring(Drafter):
 
         Without a temperature, as for static trees, the scores themselves serve as confidences.
         """
-        scaled = scores if temperature is None else scores / temperature
+        scaled = scores if temperature in (None, 1.0) else scores / temperature
         best = scaled.topk(min(width, scaled.shape[-1]), dim=-1)
         log_p = best.values
         if temperature is not None:
@@ -194,8 +194,7 @@ class Scoring(Drafter):
         ) -> tuple[Tensor, Tensor]:
             if self.conditional is None:
                 log_p, ids = self.best(scores[head], width, temperature)
-                owner = owners(level.counts, ids.device)
-                return log_p[owner], ids[owner]
+                return repeated(log_p, level.counts), repeated(ids, level.counts)
             tokens = level.tokens.split(level.counts)
             log_p, indices = self.conditional.best(scores[head], tokens, width, temperature)
             return log_p, self.draft_ids[indices]

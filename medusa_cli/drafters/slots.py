@@ -38,7 +38,7 @@ class NewTensors:
         """Returns the tokens as rows for decoder layers; each row sees the earlier ones."""
         every = numbered(self.hidden.shape[1], self.hidden.device)
         tree_mask = (every <= every[:, None]).expand(len(self.hidden), -1, -1)
-        return SlotRows(self.held, self.start[:, None] + every, tree_mask)
+        return SlotRows(self.held, self.start[:, None] + every, tree_mask, empty=True)
 
     def nodes(self, trees: TreeTensors) -> SlotRows:
         """Returns the nodes of the trees as rows after the new ones.
@@ -99,19 +99,10 @@ def fill_by_level(trees: TreeTensors, levels: int, guess: Guess) -> None:
     """Drafts the nodes of trees whose tokens are not known, level by level; every level computes all nodes."""
     size, count = trees.depth.shape
     sequences = numbered(size, trees.depth.device)
-    starts = count * sequences[:, None]
     frontier = Frontier([1] * size, sequences, trees.tokens[:, 0])
-    parents: Tensor | None = None
     for head in range(levels):
         log_p, ids = guess(head, trees.width, trees.temperature(head), frontier)
-        above = trees.extend(head, log_p.unflatten(0, (size, -1)), ids.unflatten(0, (size, -1)))
-        if head + 1 == levels:
-            return
+        rows = trees.extend(head, log_p.unflatten(0, (size, -1)), ids.unflatten(0, (size, -1)))
         if not head:
-            parent_rows = sequences[:, None].expand(-1, count)
-        # Static trees have the same parents at each level.
-        elif above is not parents:
-            parents = above
-            parent_rows = above + starts
-        tokens = trees.tokens.clamp(min=0).flatten()
-        frontier = Frontier([count] * size, parent_rows.flatten(), tokens)
+            rows = sequences[:, None].expand(-1, count).flatten()
+        frontier = Frontier([count] * size, rows, trees.tokens.flatten())

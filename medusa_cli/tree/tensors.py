@@ -16,23 +16,35 @@ from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD, Tree
 class TreeTensors:
     """Holds B static trees of up to N nodes; each node receives its head's guess of the node's rank.
 
-    depth, parents, ranks, tokens [B, N]; mask bool [B, N, N]: each node sees itself and its
-    ancestors. A padding node has depth 0 and the parent PADDING. A node that is still to be drafted
-    has the token UNREAD. grows: levels change more than tokens.
+    nodes [B, 4, N]: depths, parents, ranks and tokens; mask bool [B, N, N]: each node sees itself
+    and its ancestors. A padding node has depth 0 and the parent PADDING. A node that is still to be
+    drafted has the token UNREAD. grows: levels change more than tokens.
     """
 
     grows = False
 
-    def __init__(
-        self, depth: Tensor, parents: Tensor, ranks: Tensor, tokens: Tensor, mask: Tensor
-    ) -> None:
-        self.depth = depth
-        self.parents = parents
-        self.ranks = ranks
-        self.tokens = tokens
+    def __init__(self, nodes: Tensor, mask: Tensor) -> None:
+        self.take(nodes, mask)
+        # What levels share: parents, their rows, ranks among the guesses, and the depths of UNREAD nodes.
+        self._shared: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    def take(self, nodes: Tensor, mask: Tensor) -> None:
+        """Takes other nodes and masks."""
+        self.nodes = nodes
+        self.tokens = nodes[:, 3]
         self.mask = mask
-        # What levels share: parents, ranks among the guesses, and the depths of UNREAD nodes.
-        self._shared: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def depth(self) -> Tensor:
+        return self.nodes[:, 0]
+
+    @property
+    def parents(self) -> Tensor:
+        return self.nodes[:, 1]
+
+    @property
+    def ranks(self) -> Tensor:
+        return self.nodes[:, 2]
 
     @property
     def width(self) -> int:
@@ -46,18 +58,20 @@ class TreeTensors:
     def extend(self, head: int, log_p: Tensor, ids: Tensor) -> Tensor:
         """Adds a head's log confidences and tokens [B, N or 1, W], best first, below the nodes at its depth.
 
-        Returns the index [B, N] that each node's parent had before.
+        Returns the row [B * N] that each node's parent had before among the nodes of all trees.
         """
         if self._shared is None:
+            parents = self.parents.clamp(min=0)
+            rows = (parents + _first_rows(*parents.shape, parents.device)).flatten()
             ranks = self.ranks.clamp(max=ids.shape[-1] - 1)[..., None]
-            unread = self.tokens == UNREAD
-            self._shared = self.parents.clamp(min=0), ranks, self.depth * unread
-        parents, ranks, depth = self._shared
+            self._shared = parents, rows, ranks, self.depth * (self.tokens == UNREAD)
+            self.tokens = self.tokens.clamp(min=0)
+        parents, rows, ranks, depth = self._shared
         if head:
             ids = ids.gather(1, parents[..., None].expand(-1, -1, ids.shape[-1]))
         chosen = ids.expand(-1, self.width, -1).gather(2, ranks)[..., 0]
         self.tokens = torch.where(depth == head + 1, chosen, self.tokens)
-        return parents
+        return rows
 
 
 class GrowingTrees(TreeTensors):
@@ -69,21 +83,15 @@ class GrowingTrees(TreeTensors):
     """
 
     grows = True
+    _open: Tensor
+    _least: Tensor
+    _complete: Tensor
 
-    def __init__(self, limits: DynamicTree, *outlines: Tensor) -> None:
-        super().__init__(*outlines)
+    def __init__(self, limits: DynamicTree, nodes: Tensor, mask: Tensor) -> None:
+        super().__init__(nodes, mask)
         self._limits = limits
-        unread = self.tokens == UNREAD
-        absent = self.parents == PADDING
-        is_root = self.parents == ROOT_PARENT
-        levels = (self.depth * unread).amax(1, keepdim=True)
-        self._complete = levels <= numbered(self.depth.shape[1], self.depth.device)
-        # The logarithm is 0 for True, and -inf for False. Padding comes last, and no node takes its place.
-        self._least = absent.log()
-        self._values = (-is_root.log()).masked_fill(unread | absent, -torch.inf)
-        # The values of the nodes whose children come next.
-        self._open = (is_root & (levels > 0)).log()
-        self._nodes = torch.stack([self.parents, self.ranks, self.depth, self.tokens])
+        self._outline = nodes
+        self._values: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -93,25 +101,26 @@ class GrowingTrees(TreeTensors):
         return self._limits.temperature(head)
 
     def extend(self, head: int, log_p: Tensor, ids: Tensor) -> Tensor:
-        (size, count) = self.depth.shape
+        size, count = self.depth.shape
         width = ids.shape[-1]
         lowest, itself, known, nowhere = _constants(count, width, head, ids.device)
+        own = self._begin() if self._values is None else self._values
         below = self._open[..., None] + log_p  # [B, N, W]
-        values = torch.cat([self._values, below.flatten(1), lowest.expand(size, 1)], dim=1)
+        values = torch.cat([own, below.flatten(1), lowest.expand(size, 1)], dim=1)
         # The sort is stable: among equal values, the earlier node comes first, which is never
         # deeper.
         best = values.sort(dim=1, descending=True, stable=True)
         lost = best.values[:, :count] <= self._least
         # Parents come before their children.
         order = best.indices[:, :count].masked_fill(lost, values.shape[1] - 1).sort(dim=1).values
-        shape = size, count, width
-        children = torch.cat([known.expand(3, *shape), ids[None].expand(1, *shape)]).flatten(2)
-        nodes = torch.cat([self._nodes, children, nowhere.expand(4, size, 1)], dim=2)
-        self._nodes = nodes.gather(2, order.expand(4, -1, -1))
-        self.parents, self.ranks, self.depth, self.tokens = self._nodes.unbind()
-        above = self.parents.clamp(min=0)
-        places = torch.searchsorted(order, self.parents)
-        torch.where(self.parents < 0, self.parents, places, out=self.parents)
+        shape = size, -1, count, width
+        children = torch.cat([known.expand(shape), ids[:, None].expand(shape)], dim=1).flatten(2)
+        nodes = torch.cat([self.nodes, children, nowhere.expand(size, -1, -1)], dim=2)
+        nodes = nodes.gather(2, order[:, None].expand(-1, 4, -1))
+        parents = nodes[:, 1]
+        above = parents.clamp(min=0)
+        places = torch.searchsorted(order, parents.contiguous())
+        torch.where(parents < 0, parents, places, out=parents)
         old = order < count
         self._values = values.gather(1, order)
         level = min(head + 1, count - 1)
@@ -121,8 +130,28 @@ class GrowingTrees(TreeTensors):
         source = torch.where(old, order, above)
         mask = self.mask.gather(1, source[..., None].expand(-1, -1, count))
         mask = mask.gather(2, source[:, None].expand(-1, count, -1))
-        self.mask = mask & old[:, None] | itself
-        return above
+        self.take(nodes, mask & old[:, None] | itself)
+        return (above + _first_rows(size, count, above.device)).flatten()
+
+    def _begin(self) -> Tensor:
+        """Returns the values [B, N] of the outline's nodes."""
+        unread = self.tokens == UNREAD
+        absent = self.parents == PADDING
+        is_root = self.parents == ROOT_PARENT
+        levels = (self.depth * unread).amax(1, keepdim=True)
+        self._complete = levels <= numbered(self.depth.shape[1], self.depth.device)
+        # The values of the nodes whose children come next. The logarithm is 0 for True, and -inf for False.
+        self._open = (is_root & (levels > 0)).log()
+        # Padding comes last, and no node takes its place.
+        self._least = absent.log()
+        return (-is_root.log()).masked_fill(unread | absent, -torch.inf)
+
+
+@cache
+@torch.inference_mode(False)
+def _first_rows(size: int, count: int, device: torch.device) -> Tensor:
+    """Returns the row [B, 1] of each tree's root among the nodes of B trees of N nodes."""
+    return count * torch.arange(size, device=device)[:, None]
 
 
 @cache
@@ -132,21 +161,15 @@ def _constants(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns what no step has to make again for N nodes of W children each.
 
-    These are -inf, the mask [N, N] of nodes that see only themselves, the parents, ranks and depths of a head's
-    children [3, 1, N, W], and the fields of a node that is nowhere [4, 1, 1].
+    These are -inf, the mask [N, N] of nodes that see only themselves, the depths, parents and ranks of a head's
+    children [1, 3, N, W], and the fields of a node that is nowhere [1, 4, 1].
     """
     every = torch.arange(count, device=device)
-    ranks = torch.arange(width, device=device)
-    known = torch.stack(
-        [
-            every[:, None].expand(-1, width),
-            ranks.expand(count, -1),
-            torch.full_like(every[:, None], head + 1).expand(-1, width),
-        ]
-    )
-    nowhere = torch.tensor([PADDING, 0, 0, 0], device=device).view(4, 1, 1)
+    ranks = torch.arange(width, device=device).expand(count, -1)
+    known = torch.stack([torch.full_like(ranks, head + 1), every[:, None].expand(-1, width), ranks])
+    nowhere = torch.tensor([0, PADDING, 0, 0], device=device).view(1, 4, 1)
     lowest = torch.full((), -torch.inf, device=device)
-    return lowest, every == every[:, None], known[:, None], nowhere
+    return lowest, every == every[:, None], known[None], nowhere
 
 
 @lru_cache(maxsize=256)

@@ -32,9 +32,10 @@ SECONDS = 530.0
 GRACE = 15.0
 # The sections in order: a name, the model, and the limit in seconds.
 SCHEDULE = (
-    ("unit", "", 15),
+    ("unit", "", 10),
     ("tiles", "", 30),
-    ("loss", "", 20),
+    ("loss", "", 15),
+    ("trees", "", 10),
     ("identity", "1b", 90),
     ("steps", "1b", 45),
     ("products", "1b", 25),
@@ -125,6 +126,9 @@ def decisions(report: Report, wide: int) -> Iterator[dict[str, Any]]:
     if quantized:
         same = all(line["native_bits"] for line in quantized)
         yield {"matmuls of quantized weights have the native engine's bits": same}
+    us = {line["way"]: line["us"] for line in report.of("trees") if "way" in line}
+    if "kernels" in us:
+        yield {"trees by kernels over plain torch": us["kernels"] / us["plain"]}
     for name, (plain_aim, wide_aim) in AIMS.items():
         us = {
             way: sum(line["us"] for line in report.of("products", model=name, way=way, rows=wide))

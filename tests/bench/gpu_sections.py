@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset
 from medusa_cli.decode import Decoder, DraftPolicy, Request, policy_of
+from medusa_cli.decode.accept import longest_path
+from medusa_cli.decode.graph_step import grown, sample_trees, tree_operations
 from medusa_cli.decode.policy import DynamicTreePolicy
 from medusa_cli.decode.step_times import NullDrafter, measure_step_times
 from medusa_cli.device import best_time, upload
@@ -34,7 +36,8 @@ from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer
 from medusa_cli.train.fused_linear import PlainLoss, kernel_of
 from medusa_cli.tree import Draft, DynamicTree, Tree
-from tests.bench.gpu_lab import HEADS, WORDS, Lab
+from medusa_cli.tree.tensors import GrowingTrees
+from tests.bench.gpu_lab import HEADS, LEVELS, WORDS, Lab
 from tests.helpers import tiny_tokenizer
 
 COUNTS = (1, 2, 7, 8, 16, 33, 64, 256)
@@ -174,17 +177,34 @@ def loss(lab: Lab, name: str) -> Facts:
                 yield {"way": way, "shape": [rows, width], "us": 1e6 * lab.seconds(work)}
 
 
+def trees(lab: Lab, name: str) -> Facts:
+    """Times three levels of two dynamic trees and their longest paths, by kernels and by plain torch."""
+    ways = {"plain": (GrowingTrees, longest_path), "kernels": tree_operations(lab.device)}
+    yield {"kernels_agree": ways["plain"] != ways["kernels"]}
+    for way, operations in ways.items():
+        work = partial(grown, *sample_trees(lab.device), *operations)
+        yield {"way": way, "us": 1e6 * lab.seconds(work)}
+
+
 def profile(lab: Lab, name: str) -> Facts:
-    """Counts the kernels of a replayed step and sums their times, today and on the exact path."""
+    """Counts the kernels of a replayed step and sums their times, by path and, last, with drafts of a dynamic tree."""
+    if not lab.graphs:
+        return
     backbone = lab.model(name)
-    for path in PATHS if lab.graphs else ():
-        lab.choose(backbone, path)
-        decoder = Decoder(backbone, None, policy_of(Tree.root_only()), cuda_graphs=True)
-        assert decoder.cuda_graphs is not None
-        for rows in (1, 64):
-            step = decoder.cuda_graphs._step(1, rows, False)
-            step._run_again()
-            yield {"path": path, "rows": rows, **lab.kernels_of(step._run_again)}
+    dynamic = DynamicTreePolicy(DynamicTree(64, LEVELS))
+    for drafter, policy, sizes in (
+        (None, policy_of(Tree.root_only()), (1, 64)),
+        (lab.with_draft_vocabulary(Eagle, backbone), dynamic, (64,)),
+    ):
+        for path in PATHS:
+            lab.choose(backbone, path)
+            decoder = Decoder(backbone, drafter, policy, cuda_graphs=True)
+            assert decoder.cuda_graphs is not None
+            for rows in sizes:
+                step = decoder.cuda_graphs._step(1, rows, False)
+                step._run_again()
+                facts = {"path": path, "rows": rows, "drafts": drafter is not None}
+                yield {**facts, **lab.kernels_of(step._run_again)}
 
 
 def steps(lab: Lab, name: str) -> Facts:
