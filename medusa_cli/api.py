@@ -17,7 +17,7 @@ from medusa_cli.decode.grammar import Grammar
 from medusa_cli.decode.lazy_grammar import LazyGrammar
 from medusa_cli.decode.prefix_store import PrefixStore
 from medusa_cli.decode.processors import LogitsFields, check_ids
-from medusa_cli.decode.sampling import Sampling, sampling_of
+from medusa_cli.decode.sampling_options import Sampling, sampling_of
 from medusa_cli.errors import UsageError, UserError, shown
 from medusa_cli.files.hub import hub_left_as_it_was
 from medusa_cli.files.model_source import ModelSource
@@ -160,7 +160,7 @@ class Medusa:
     def close(self) -> None:
         """Frees the model, after which the object can no longer be used."""
         if self._loaded is None or self._loaded.backbone.forked:
-            self._loaded = None  # without the lock, which a thread of the parent may have held
+            self._loaded = None  # without the lock: a thread of the parent process may hold it
             return
         self.thread.shutdown()
         with self.lock:
@@ -177,7 +177,7 @@ class Medusa:
         with self.lock:
             self._loaded = loaded
             self.idle.clear()
-            if self.store is not None:  # it keeps the rows of one drafter
+            if self.store is not None:  # the store keeps the rows of one drafter
                 self.keep_prefixes(self.store.folder, self.store.limit)
 
     @property
@@ -315,7 +315,7 @@ class Medusa:
         method: str,
         changes: Mapping[str, Any],
     ) -> Request:
-        """Returns a request as it is, or that of a prompt; raises UsageError for options beside a request."""
+        """Returns a given request, or a prompt's; raises UsageError for options in addition to a request."""
         if not isinstance(prompt, Request):
             return self.request(prompt, _with(options, method, changes))
         if options is not None or changes:
@@ -441,7 +441,7 @@ class Stream:
     def close(self) -> None:
         """Ends the answer at its current length, unless it has already ended."""
         if self._decoder is not None and self._decoder.backbone.forked:
-            self._decoder = None  # the parent's stream goes on
+            self._decoder = None  # the stream continues in the parent
             return
         with self._medusa.lock:
             self.answer.cancel()
@@ -487,7 +487,7 @@ class Chat:
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def resume(self, messages: Sequence[Mapping[str, str]]) -> None:
-        """Goes on with a conversation; raises UsageError if it is none, and UserError as `clear` does."""
+        """Continues a conversation; raises UsageError if it is not one, and UserError as `clear` does."""
         known = [_message(message) for message in messages]
         system = known[0]["content"] if known and known[0]["role"] == "system" else None
         self.clear(system)

@@ -17,7 +17,7 @@ from medusa_cli.api import Medusa
 from medusa_cli.bench.questions import read_questions, spread
 from medusa_cli.bench.stats import bootstrap, rate
 from medusa_cli.data.conversation import Conversation, read_conversations
-from medusa_cli.data.packing import held_out_ids
+from medusa_cli.data.packing import batch_of, held_out_ids, split_conversations
 from medusa_cli.data.states import rounding
 from medusa_cli.decode import Stats, policy_of
 from medusa_cli.distill.distillation import BETWEEN, HEADER
@@ -28,7 +28,7 @@ from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.engine.packed import check_packed, packed_files
 from medusa_cli.errors import UserError, in_flags, of_system, shown
 from medusa_cli.files import fetch, mtp_layer
-from medusa_cli.files.io import read_object
+from medusa_cli.files.io import ReadReport, read_object
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.loading import LoadedModel, check_fit
 from medusa_cli.model import Backbone
@@ -365,30 +365,14 @@ def first_level(case: Case) -> Finding:
 
 
 def _batch_of(case: Case, drafter: HeadDrafter) -> Batch:
-    """Returns a batch of held-out conversations and the model's hidden states, with the answers as targets.
+    """Returns a batch of held-out conversations with the model's hidden states.
 
     Raises UserError if no answer has three tokens.
     """
-    backbone = case.backbone
-    hidden = []
-    following = []
-    segment = []
-    sequence = []
-    for number, conversation in enumerate(case.conversations[:READ]):
-        end = min(len(conversation.tokens), LONGEST, backbone.max_positions)
-        ids = torch.tensor(conversation.tokens[:end], device=backbone.device)
-        plan = Plan.chain(ids, taps=drafter.taps, logits="none")
-        states = backbone.engine.forward(plan, backbone.engine.new_cache()).hidden[0]
-        answers = torch.full((end,), -1)
-        for place, (start, stop) in enumerate(conversation.spans):
-            answers[start:stop] = number * LONGEST + place
-        hidden.append(states[:-1].clone())
-        following.append(ids[1:])
-        segment.append(answers[1:])
-        sequence.append(torch.full((end - 1,), number))
-    batch = Batch(
-        torch.cat(hidden), torch.cat(following), torch.cat(segment), sequence=torch.cat(sequence)
-    )
+    limit = min(LONGEST, case.backbone.max_positions)
+    read = ReadReport()
+    data = split_conversations(case.conversations[:READ], read, fraction=0, max_length=limit)
+    batch = batch_of(case.backbone, drafter, data.train)
     if not len(batch.targets(1)):
         raise UserError("no answer of the data has three tokens", case.distill)
     return batch

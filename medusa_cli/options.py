@@ -61,9 +61,9 @@ def check_temperature(value: float | None) -> float | None:
 
 
 def check_beside_picture(output: Path | None) -> None:
-    """Raises UsageError for an --output that the PNG picture beside it would replace."""
+    """Raises UsageError for an --output that the PNG picture of the same name would replace."""
     if output is not None and output.suffix == ".png":
-        fault = f"--output {output} would be replaced by the picture beside it"
+        fault = f"--output {output} would be replaced by the picture of the same name"
         raise UsageError(fault, "end it in .json")
 
 
@@ -104,13 +104,13 @@ _ENGINE = (
     "native: compiled C++ (CPU). torch: fused layers (GPU). eager: transformers' layers. auto: the first that "
     "supports the model."
 )
-_ROWS = (
-    "Type of activations for matmuls with quantized weights: int8 (rounded in groups of 32, as llama.cpp does), fp32 "
-    "(on a GPU: as --dtype), or auto (int8, and fp32 with --dtype fp32)."
+_ACTIVATIONS = (
+    "Number type of activations for matmuls with quantized weights: int8 (rounded in groups of 32, as llama.cpp "
+    "does), fp32 (on a GPU: as --dtype), or auto (int8, and fp32 with --dtype fp32)."
 )
 _KV = (
-    "Type of keys and values in the cache (native engine): fp32, fp16 (half the memory), or q8_0 (8 bits in groups of "
-    "32, 0.27 times the memory of fp32)."
+    "Number type of keys and values in the cache (native engine): fp32, fp16 (half the memory), or q8_0 (8 bits in "
+    "groups of 32, 0.27 times the memory of fp32)."
 )
 _EXACT = (
     "On a GPU, use kernels that give a row the same bits in every pass, so that no draft changes a greedy answer; "
@@ -198,7 +198,9 @@ class LoadFlags(LoadOptions):
     engine: Annotated[str, _loading("--engine NAME", _ENGINE, show_default=True)] = "auto"
     quantize: Annotated[Text, _loading("--quantize METHOD", _QUANTIZE)] = None
     trust_remote_code: TrustRemoteCode = False
-    rows: Annotated[str, _loading("--rows TYPE", _ROWS, show_default=True)] = "auto"
+    activations: Annotated[str, _loading("--activations TYPE", _ACTIVATIONS, show_default=True)] = (
+        "auto"
+    )
     kv: Annotated[str, _loading("--kv TYPE", _KV, show_default=True)] = "fp32"
     exact: Annotated[bool, _loading("--exact", _EXACT)] = False
 
@@ -279,7 +281,7 @@ class SamplingFlags:
         self.sampled  # noqa: B018  (it raises)
         if self.temperature != 0:
             return
-        from medusa_cli.decode.sampling import cuts
+        from medusa_cli.decode.sampling_options import cuts
 
         mode = None if self.sampling == "greedy" else self.sampling
         without: dict[str, Any] = {**cuts(self.top_p, self.top_k, None), "@sampling": mode}
@@ -288,7 +290,7 @@ class SamplingFlags:
     @property
     def sampled(self) -> "Sampling":
         """Returns the sampling parameters; raises UsageError for values that are not valid together."""
-        from medusa_cli.decode.sampling import sampling_of
+        from medusa_cli.decode.sampling_options import sampling_of
 
         return sampling_of(
             self.sampling, self.temperature, self.top_p, self.top_k, self.random_seed

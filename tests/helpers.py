@@ -45,6 +45,7 @@ from medusa_cli.model.weights import NetworkWeights
 from medusa_cli.native import is_available
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import Run, provenance
+from medusa_cli.train.losses import BatchLoss
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.io import save_tree
 
@@ -244,6 +245,11 @@ def guesses(heads: HeadDrafter, backbone: Backbone, batch: Batch, top: int) -> t
         [heads.draft_ids[scores.topk(top).indices] for scores in heads.logits(backbone, batch)],
         dim=1,
     )
+
+
+def head_means(loss: BatchLoss) -> torch.Tensor:
+    """Returns each head's mean loss [K]."""
+    return loss.by_head * loss.scale.to(loss.by_head.device) / loss.learned.clamp(min=1)
 
 
 def load_dataset(

@@ -15,7 +15,7 @@ from medusa_cli.decode.adaptive_policy import (
 )
 from medusa_cli.decode.ngram import AcceptanceEstimate
 from medusa_cli.decode.policy import Proposal
-from medusa_cli.decode.sampling import sampling_kind
+from medusa_cli.decode.sampling_options import sampling_kind
 from medusa_cli.decode.sequence import DraftState
 from medusa_cli.drafters.base import NewTokens
 from medusa_cli.drafters.expansion import Frontier, draft_by_level

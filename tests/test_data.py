@@ -19,10 +19,9 @@ from medusa_cli.data.conversation import (
     id_of,
     read_conversations,
 )
+from medusa_cli.data.draft_vocabulary import coverage, frequent_tokens
 from medusa_cli.data.packing import (
     Dataset,
-    coverage,
-    frequent_tokens,
     held_out_ids,
     read_dataset,
     split_conversations,

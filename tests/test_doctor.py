@@ -13,7 +13,7 @@ import torch
 from medusa_cli.data.conversation import read_conversations
 from medusa_cli.data.packing import held_out_ids
 from medusa_cli.decode import Stats
-from medusa_cli.decode.sampling import sampling_of
+from medusa_cli.decode.sampling_options import sampling_of
 from medusa_cli.doctor import CHECKS, STATUSES, Case, Finding, examine
 from medusa_cli.files.io import write_json
 from medusa_cli.files.model_source import ModelSource

@@ -35,6 +35,7 @@ from tests.helpers import (
     generate_batch,
     generate_plain,
     guesses,
+    head_means,
     medusa,
     medusa_json,
     save_model,
@@ -271,7 +272,7 @@ def test_the_loss_is_the_decayed_cross_entropy_of_each_head(
         log_q, known = (read @ matrix.T).log_softmax(-1), targets >= 0
         loss = 0.6 * F.nll_loss(log_q[known], targets[known], reduction="sum")
         loss = loss - 0.4 * (p[rows + k] * log_q)[known].sum()
-        assert float(losses.per_head[k - 1].detach()) == pytest.approx(
+        assert float(head_means(losses)[k - 1].detach()) == pytest.approx(
             float(loss.detach()) / int(known.sum()), rel=1e-4
         )
         assert int(losses.correct[k - 1]) == int((log_q.argmax(-1) == targets).sum())

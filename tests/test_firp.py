@@ -33,6 +33,7 @@ from tests.helpers import (
     conversation,
     forward,
     generate,
+    head_means,
     save_model,
     save_network,
     tiny_backbone,
@@ -297,7 +298,7 @@ def test_loss_is_the_kl_to_the_models_distribution(vocabulary: str) -> None:
                 divergence = (target.exp() * (target - result)).sum()
                 terms.append(divergence - (target.exp() * target).sum())
         mean = sum(terms) / len(terms)
-        assert float(losses.per_head[k - 1].detach()) == pytest.approx(
+        assert float(head_means(losses)[k - 1].detach()) == pytest.approx(
             float(mean.detach()), rel=1e-4
         )
         assert int(losses.counted[k - 1]) == count - k

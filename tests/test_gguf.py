@@ -257,7 +257,7 @@ def test_factors_of_rotary_frequencies_are_read(file: Path) -> None:
 @EACH_KIND
 def test_the_bits_of_a_file_are_multiplied_as_they_are(file: Path, kind: Kind) -> None:
     network = write_gguf(file, kind)
-    backbone = load_backbone(str(file), LoadOptions(rows="fp32"))
+    backbone = load_backbone(str(file), LoadOptions(activations="fp32"))
     packed = backbone.engine.model.packed.matrices
     assert backbone.engine.name == "native" and {
         matrix.format.name for matrix in packed.values()
@@ -847,7 +847,7 @@ def test_experts_of_gpt_oss_are_multiplied_as_they_are(file: Path, kind: Kind) -
     ids = torch.tensor([*PROMPT, *range(5, 55)])  # longer than a window
     with torch.inference_mode():
         expected = network(ids[None]).logits[0]
-    backbone = load_backbone(str(file), LoadOptions(rows="fp32"))
+    backbone = load_backbone(str(file), LoadOptions(activations="fp32"))
     packed = backbone.engine.model.packed.matrices
     layers = network.config.num_hidden_layers
     experts = {name: own for name, own in packed.items() if ".experts." in name}
@@ -1031,7 +1031,7 @@ def test_llama_cpp_multiplies_mxfp4_alike(file: Path) -> None:
     body = {"prompt": PROMPT, "n_predict": 1, "temperature": -1.0, "n_probs": 20}
     [answer] = asked(file, "completion", [body])
     first = answer["completion_probabilities"][0]["top_logprobs"]
-    backbone = load_backbone(str(file), LoadOptions(rows="int8"))  # as llama.cpp rounds them
+    backbone = load_backbone(str(file), LoadOptions(activations="int8"))  # as llama.cpp rounds them
     ours = forward(backbone, torch.tensor(PROMPT)).logits[-1].log_softmax(-1)
     theirs = torch.tensor([own["logprob"] for own in first])
     assert theirs.max() - theirs.min() > 2

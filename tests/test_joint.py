@@ -27,8 +27,8 @@ from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer, setup
 from medusa_cli.train.log import read_log
-from medusa_cli.train.loop import peak_rates
-from medusa_cli.train.losses import BatchLoss, lambda_0, stage_2_loss
+from medusa_cli.train.losses import BatchLoss, stage_2_loss
+from medusa_cli.train.schedules import lambda_0, peak_rates
 from medusa_cli.train.setup import joint_backbone
 from medusa_cli.train.training import _tuned_run
 from tests import helpers
@@ -448,7 +448,7 @@ def test_runs_of_both_stages_are_compared(place: tuple[str, str], tmp_path: Path
         (["--dtype", "fp16"], 2),
         (["--quantize", "int8"], 2),
         (["--engine", "native"], 2),
-        (["--rows", "fp32"], 2),
+        (["--activations", "fp32"], 2),
         (["--data", "gone"], 1),
     ):
         assert words[-2] in medusa("compare", *runs, *words, exit_code=code).stderr

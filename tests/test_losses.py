@@ -34,6 +34,7 @@ from tests.helpers import (
     attach,
     drafted,
     forward,
+    head_means,
     random_conversations,
     tiny_backbone,
     tiny_model,
@@ -212,7 +213,7 @@ def test_soft_targets_know_the_bias_of_the_lm_head(vocabulary: str) -> None:
         backbone, 1, 1, vocabulary, draft_ids=DRAFT_IDS if vocabulary == "draft" else None
     )
     batch = packed(backbone)
-    loss = drafter_loss(heads, backbone, batch, TrainRecipe(soft=1.0)).per_head[0]
+    loss = head_means(drafter_loss(heads, backbone, batch, TrainRecipe(soft=1.0)))[0]
     head = backbone.model.lm_head
     p = head(batch.hidden)[1:, heads.draft_ids].softmax(-1)
     states = heads.blocks[0](batch.hidden[:-1])
@@ -263,7 +264,7 @@ def test_stage_2s_soft_targets_are_the_adapted_models(vocabulary: str) -> None:
                 with torch.no_grad():
                     scores = F.linear(heads.blocks[0](out.hidden[at - 1]), heads.matrices[0])
                 terms.append(-float((p[at] * scores.log_softmax(-1)).sum()))
-    assert float(loss.per_head[0].detach()) == pytest.approx(sum(terms) / len(terms), rel=1e-4)
+    assert float(head_means(loss)[0].detach()) == pytest.approx(sum(terms) / len(terms), rel=1e-4)
 
 
 class Gradients(Trainer):

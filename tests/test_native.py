@@ -804,7 +804,7 @@ def test_weights_of_experts_and_wrappers_are_mapped(
     assert backbone.engine.model.packed.memory is not None
     logits = forward(backbone, text).logits
     assert float((logits - expected).norm() / expected.norm()) < 1e-4
-    for options in ({"quantize": "int4"}, {"quantize": "int8", "rows": "int8"}):
+    for options in ({"quantize": "int4"}, {"quantize": "int8", "activations": "int8"}):
         rounded_logits = forward(load(path, **options), text).logits
         assert torch.isfinite(rounded_logits).all()
 
@@ -846,7 +846,7 @@ def test_weights_in_mxfp4_are_mapped_with_their_exact_values(tmp_path: Path, apa
     assert {own.format for own in others} == {Format.BF16}
     logits = forward(backbone, text).logits
     assert float((logits - expected).norm() / expected.norm()) < 1e-4
-    rounded_logits = forward(load(path, rows="int8"), text).logits
+    rounded_logits = forward(load(path, activations="int8"), text).logits
     assert 1e-4 < float((rounded_logits - expected).norm() / expected.norm()) < 0.3
     for options in ({"quantize": "int4"}, {"quantize": "int8"}):
         assert torch.isfinite(forward(load(path, **options), text).logits).all()

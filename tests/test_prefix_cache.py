@@ -12,9 +12,9 @@ import torch
 from medusa_cli.decode import Request, Sampling
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Cache
-from medusa_cli.engine.lazy_memory import drop_pages, lazy_zeros
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
+from medusa_cli.native.pages import drop_pages, lazy_zeros
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
     SPARSE,

@@ -16,10 +16,10 @@ import torch
 from medusa_cli import device
 from medusa_cli.__main__ import main
 from medusa_cli.cli import COMMANDS
-from medusa_cli.engine import lazy_memory, packed_cache
+from medusa_cli.engine import packed_cache
 from medusa_cli.files import cpus, process
 from medusa_cli.model import chat_template
-from medusa_cli.native import is_available, matrix
+from medusa_cli.native import is_available, pages
 from medusa_cli.serve import server
 from tests.helpers import python, save_model, save_run
 from tests.serving import IDS, serving, tiny_medusa
@@ -97,8 +97,8 @@ def mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     ):
         monkeypatch.setattr(owner, name, tmp_path / "none")
     monkeypatch.delattr(mmap, "MADV_NOHUGEPAGE", raising=False)
-    monkeypatch.setattr(matrix, "HAS_HUGE_PAGES", False)
-    monkeypatch.setattr(lazy_memory, "_NO_RESERVE", 0)
+    monkeypatch.setattr(pages, "HAS_HUGE_PAGES", False)
+    monkeypatch.setattr(pages, "_NO_RESERVE", 0)
     return tmp_path
 
 
@@ -108,7 +108,7 @@ def test_a_mac_tells_its_memory(mac: Path) -> None:
     assert device.peak_memory(torch.device("cpu")) > 0
     device.keep_freed_memory()
     device.return_freed_memory()
-    memory = matrix.aligned(4 << 20)
+    memory = pages.aligned(4 << 20)
     assert memory.nbytes == 4 << 20 and memory.ctypes.data % 64 == 0 and not memory.any()
 
 
@@ -120,8 +120,8 @@ def test_a_mac_takes_dropped_pages_back(mac: Path, monkeypatch: pytest.MonkeyPat
         def madvise(start: object, size: object, number: int) -> None:
             advice.append(number)
 
-    monkeypatch.setattr(lazy_memory, "_libc", Libc)
-    lazy_memory.drop_pages(lazy_memory.lazy_zeros(1 << 16))
+    monkeypatch.setattr(pages, "_libc", Libc)
+    pages.drop_pages(pages.lazy_zeros(1 << 16))
     assert advice == [mmap.MADV_FREE]
 
 

@@ -23,6 +23,7 @@ COMPLETE = {
 }
 # A wrong value of each option that is no number, in every command that has the option.
 WRONG = {
+    "--activations": "int3",
     "--allow-host": "",
     "--api-key": "",
     "--calibration": "gone.json",
@@ -57,7 +58,6 @@ WRONG = {
     "--quantize": "int3",
     "--questions": "gone.jsonl",
     "--regex": "(",
-    "--rows": "int3",
     "--run": "..",
     "--sampling": "beam",
     "--schedule": "sine",
@@ -110,7 +110,7 @@ LINES = [
     (2, "chat --run {place}/mine --drafter {place}/mine", "--drafter"),
     (2, "chat --quantize int8 --engine eager", "--quantize int8"),
     (2, "chat --kv fp16 --engine torch", "--kv fp16"),
-    (2, "chat --rows int8 --engine eager", "--rows int8"),
+    (2, "chat --activations int8 --engine eager", "--activations int8"),
     (2, "chat --kv fp16 --engine eager", "--kv fp16"),
     (2, "chat --kv q8 --model smollm2-135m", "--kv"),
     (1, "chat --drafter {place}/model", "--drafter"),

@@ -29,8 +29,8 @@ from transformers import PreTrainedTokenizerFast
 
 from medusa_cli.api import Medusa
 from medusa_cli.commands.serve import fitting_limits
-from medusa_cli.decode import Answer, Likelihood, Request, decoder, sequence
-from medusa_cli.decode.decoder import FIRST_PIECE
+from medusa_cli.decode import Answer, Likelihood, Request, prefill, sequence
+from medusa_cli.decode.prefill import FIRST_PIECE
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.model.vocabulary import BYTES
@@ -643,7 +643,7 @@ def test_no_token_needs_echo(server: Served) -> None:
 def test_echoed_prompts_have_log_probabilities(
     server: Served, medusa: Medusa, monkeypatch: pytest.MonkeyPatch, limit: int, stream: bool
 ) -> None:
-    monkeypatch.setattr(decoder, "PROMPT_ROWS", 3)
+    monkeypatch.setattr(prefill, "PROMPT_ROWS", 3)
     body = {
         "model": MODEL,
         "prompt": "w1 w2 w3 w1 w2 w9 w8",
@@ -1340,7 +1340,7 @@ def test_timed_pieces_change_no_token(tmp_path: Path, monkeypatch: pytest.Monkey
     medusa = tiny_medusa(tmp_path, engine="native")
     prompt = [5 + n % 50 for n in range(300)]
     alone = medusa.generate(prompt, max_new_tokens=8, stop_ids=())
-    monkeypatch.setattr(decoder, "rows_within", lambda seconds, rows, taken: max(32, rows // 2))
+    monkeypatch.setattr(prefill, "rows_within", lambda seconds, rows, taken: max(32, rows // 2))
     rows = []
     scheduler = Scheduler(medusa, Metrics(), slots=2, waiting=2)
     [events] = scheduled(
@@ -1348,16 +1348,16 @@ def test_timed_pieces_change_no_token(tmp_path: Path, monkeypatch: pytest.Monkey
         Request(prompt, 8, stop_ids=()),
         before=lambda plan: rows.append(plan.tokens.shape[1]) if plan.is_chain else None,
     )
-    assert rows[:2] == [decoder.FIRST_PIECE, 32]
+    assert rows[:2] == [FIRST_PIECE, 32]
     assert sum(rows) == 300
     assert tokens_in(events) == alone.tokens
 
 
 def test_rows_of_a_piece_follow_the_time_that_the_last_one_took() -> None:
-    assert decoder.rows_within(0.15, 128, 0.30) == 64
-    assert decoder.rows_within(0.15, 128, 0.001) == 512
-    assert decoder.rows_within(0.15, 128, 60.0) == 32
-    assert decoder.rows_within(0.15, 16, 60.0) == decoder.MIN_PIECE
+    assert prefill.rows_within(0.15, 128, 0.30) == 64
+    assert prefill.rows_within(0.15, 128, 0.001) == 512
+    assert prefill.rows_within(0.15, 128, 60.0) == 32
+    assert prefill.rows_within(0.15, 16, 60.0) == prefill.MIN_PIECE
 
 
 def test_without_memory_for_a_step_one_request_fails(tmp_path: Path) -> None:

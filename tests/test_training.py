@@ -31,7 +31,7 @@ from medusa_cli.train import Trainer, setup, train
 from medusa_cli.train.checkpoint import best_path, checkpoint_path, earlier_path, load
 from medusa_cli.train.log import Stepped, TrainLog, Validated, acceptance_of, read_log
 from medusa_cli.train.loggers import LOGGERS, logger_of
-from medusa_cli.train.loop import learning_rate, peak_rates
+from medusa_cli.train.schedules import learning_rate, peak_rates
 from medusa_cli.train.setup import build_drafter, joint_backbone, runs_model
 from medusa_cli.train.training import Trained
 from medusa_cli.tree import Tree
@@ -513,7 +513,7 @@ def test_stop_that_another_process_received_exits_as_sigterm_does(
     [
         ["--stage", "2", "--quantize", "int8"],
         ["--stage", "2", "--engine", "native"],
-        ["--stage", "2", "--rows", "int8"],
+        ["--stage", "2", "--activations", "int8"],
         ["drafter=firp", "--quantize", "int8"],
         ["train.states=fresh", "--quantize", "int4"],
     ],
@@ -523,7 +523,9 @@ def test_load_options_without_effect_are_refused_by_name(
 ) -> None:
     refused = medusa(*words_of(run, model, *words), exit_code=2)
     given = {
-        word for word in refused.stderr.split() if word in ("--quantize", "--engine", "--rows")
+        word
+        for word in refused.stderr.split()
+        if word in ("--quantize", "--engine", "--activations")
     }
     assert given == {words[-2]}
 

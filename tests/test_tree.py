@@ -224,9 +224,9 @@ def test_a_level_is_drafted_if_its_nodes_pay_for_it() -> None:
 
 
 def test_matched_tokens_take_the_cheapest_rows() -> None:
-    beside = Prices((0.0, 0.1, 0.2, 0.6, 1.0), (), ()).beside(2)
+    beside = Prices((0.0, 0.1, 0.2, 0.6, 1.0), (), ()).with_rows(2)
     assert beside.best_size([[0.5, 0.3]]) == 2  # rows cost 0.4 now
-    assert Prices((0.0, 0.1), (), ()).beside(2).best_size([[0.9]]) == 1
+    assert Prices((0.0, 0.1), (), ()).with_rows(2).best_size([[0.9]]) == 1
 
 
 @pytest.mark.parametrize(

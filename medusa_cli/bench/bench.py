@@ -151,7 +151,7 @@ class Bench:
     def _document(
         self, backbone: Backbone, loaded: Loaded, results: list[Result]
     ) -> dict[str, Any]:
-        """Returns all that was measured, and with what."""
+        """Returns all measured figures, and the settings and versions behind them."""
         plain = {name: plain_of(name, self.methods, self.peers) for name in self.methods}
         summary = summarize(results, self._differences(backbone, results), plain)
         for name, figures in summary["methods"].items():
@@ -201,7 +201,7 @@ class Bench:
         return differences
 
     def _facts(self, backbone: Backbone, loaded: Loaded, results: list[Result]) -> list[str]:
-        """Returns sentences on the model, the questions, the drafters, and what other programs and caches are."""
+        """Returns sentences about the model, the questions, the drafters, other programs and caches."""
         mode = "greedy" if self.sampling.greedy else self.sampling.mode
         facts = [
             f"{self.choice.model}, {_dtype(backbone.dtype)} on {backbone.device}, {backbone.engine.title}, "
@@ -265,7 +265,7 @@ class Bench:
         name = name_of_dtype(dtype)
         quantize = options.quantize if options.quantized else None
         options = replace(
-            options, engine="eager", dtype=name, quantize=quantize, rows="auto", kv="fp32"
+            options, engine="eager", dtype=name, quantize=quantize, activations="auto", kv="fp32"
         )
         # With gradients, the layers are not replaced.
         backbone = self._load(options, gradients=True)

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.data.conversation import messages_of, system_beside
+from medusa_cli.data.conversation import messages_of, system_of
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import hub
 from medusa_cli.files.io import Malformed, read_jsonl
@@ -21,7 +21,7 @@ MT_BENCH = (
     *("writing", "roleplay", "reasoning", "math"),
     *("coding", "extraction", "stem", "humanities"),
 )
-# What a coding agent is asked about files of the standard library.
+# Requests to a coding agent about files of the standard library.
 AGENT_FILES = ("argparse.py", "shutil.py", "inspect.py", "subprocess.py", "tarfile.py")
 AGENT_SYSTEM = (
     "You are a coding agent. You read files with read_file(path, offset), and the user sends you the "
@@ -73,7 +73,7 @@ def agent_questions() -> list[Question]:
     for number in range(count):
         turns = []
         for turn, ask in enumerate(AGENT_ASKS):
-            # Every other result is of another file.
+            # Every second result is from another file.
             file = (number + turn) % count if turn % 2 else number
             start = turn // 2 * RESULT_CHARACTERS
             part = texts[file][start : start + RESULT_CHARACTERS]
@@ -213,9 +213,9 @@ def _asked(record: dict[str, Any], words: Any) -> tuple[str | None, tuple[Any, .
     Raises Malformed for messages that cannot be read, and for a system message after the first turn.
     """
     if not isinstance(words, list):
-        return system_beside(record), (words,)
+        return system_of(record), (words,)
     if not isinstance(words[0], dict):
-        return system_beside(record), tuple(words)
+        return system_of(record), tuple(words)
     messages = messages_of({**record, "messages": words})
     systems = [at for at, message in enumerate(messages) if message["role"] == "system"]
     if systems not in ([], [0]):

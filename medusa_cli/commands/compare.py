@@ -14,11 +14,11 @@ from medusa_cli.options import LoadFlags, OutputFlags, flag, refuse
 from medusa_cli.runs.run import Run
 
 DATA = "Measure every run anew on this file's conversations (JSON or JSONL)."
-# Load options with which every run is measured, whatever is given.
+# The only values of load options with which runs are measured.
 MEASURED_WITH = {
     "quantize": (None,),
     "engine": ("auto", "eager"),
-    "rows": ("auto",),
+    "activations": ("auto",),
     "kv": ("fp32",),
     "exact": (False,),
 }
@@ -115,9 +115,7 @@ def best_validation(run: Run) -> Document:
     joint = train.stage == 2
     # A tuned model has a run of its own.
     home = Run(run.path / "tuned") if joint and train.tuning == "full" else run
-    drafter = home.drafter_dir
-    has_drafter = (drafter / "config.json").is_file()
-    data = describe_drafter(drafter).provenance.data if has_drafter else None
+    data = describe_drafter(home.drafter_dir).provenance.data if home.has_drafter else None
     heads_alone = train.schedule == "warmup" and train.heads_first == 1
     weight = "heads only" if heads_alone else f"{train.schedule} {train.lambda_0:g}"
     cost: Document = {"kl": 0.0, "perplexity_ratio": 1.0, "agreement": 1.0}
@@ -138,6 +136,6 @@ def best_validation(run: Run) -> Document:
 
 
 def model_cost(parts: Mapping[str, float]) -> dict[str, float | None]:
-    """Returns the training's changes of the model; None where there is no original."""
+    """Returns how much training changed the model; None where there is no original."""
     ratio = math.exp(parts["nll"] - parts["nll_original"]) if "nll_original" in parts else None
     return {"kl": parts.get("kl"), "perplexity_ratio": ratio, "agreement": parts.get("agreement")}

@@ -13,9 +13,9 @@ from medusa_cli.files.model_files import check_model_files
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import LoadFlags, OutputFlags, flag, refuse
 
-DIGITS = 9  # more than those of any context
-# Options with which logits have other bits.
-ROUNDING = {"--dtype", "--quantize", "--rows", "--kv"}
+DIGITS = 9  # a context has fewer digits
+# Options that change the bits of logits.
+ROUNDING = {"--dtype", "--quantize", "--activations", "--kv"}
 
 
 def machine(
@@ -32,7 +32,7 @@ def machine(
         bool,
         flag(
             "--digest",
-            "Only compare the bits of the logits: one digest for each instruction set, beside the published one.",
+            "Only compare the bits of the logits: one digest for each instruction set, next to the published one.",
         ),
     ] = False,
     loading: LoadFlags,

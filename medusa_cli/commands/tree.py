@@ -26,7 +26,7 @@ CALIBRATION = "From `medusa calibrate`. [default: the run's calibration.json]"
 BUDGET = "Nodes, the root included; auto: the size with the most expected tokens per second here. [default: 64]"
 CHOICES = "A tree file or medusa_choices list to draw and save."
 SHAPE = "All paths over the W1 best guesses of head 1, the W2 best of head 2, ..."
-OUTPUT = "Where to save it, and a picture beside it. [default: the run's tree.json]"
+OUTPUT = "Where to save it; a picture is saved next to it. [default: the run's tree.json]"
 DEFAULT_BUDGET = 64
 DRAWN_NODES = 256
 # Sizes to compare with the chosen one: a plain step, and sizes that are usual elsewhere.
@@ -64,9 +64,10 @@ def tree(
 ) -> None:
     """Find the draft tree with the highest expected acceptance length, draw it and save it.
 
-    With --budget N it is the best tree of N nodes for the accuracies that `medusa calibrate` measured. --budget auto
-    also chooses the size, from step times measured on this machine. Without options it takes the accuracies of the
-    default run, or else of the drafter that ships, whose tree is drawn but not saved.
+    With --budget N it is the best tree of N nodes for the accuracies that `medusa calibrate`
+    measured. --budget auto also chooses the size, from step times measured on this machine. Without
+    options, it takes the accuracies of the default run, or else of the drafter that ships; the tree
+    of that drafter is drawn but not saved.
     """
     printing.configure()
     from medusa_cli.tree.search import expected_length
@@ -127,7 +128,7 @@ def _check_sources(sources: dict[str, Any], measure: bool, loading: list[str]) -
 
 
 def _save(tree: "Tree", used: Calibration, path: Path, facts: dict[str, Any]) -> Path | None:
-    """Saves a tree, and a picture beside it if matplotlib is installed; returns the picture's path."""
+    """Saves a tree, and a picture next to it if matplotlib is installed; returns the picture's path."""
     from medusa_cli.tree.draw import draw_picture
     from medusa_cli.tree.io import save_tree
 
@@ -174,7 +175,7 @@ def show(tree: "Tree", used: Calibration, report: dict[str, Any]) -> None:
 
 
 def as_given(shape: str | None, choices: Path | None) -> Chosen | None:
-    """Returns the tree that --shape or --choices gives, which belongs to no drafter; None without them."""
+    """Returns the tree of --shape or --choices, which belongs to no drafter; None without these flags."""
     from medusa_cli.tree import Tree
     from medusa_cli.tree.io import load_tree
 
@@ -213,7 +214,7 @@ def by_time(used: Calibration, run: Run | None, loading: LoadFlags, again: bool)
     """Returns the tree of the size with the most expected tokens per second on this machine."""
     from medusa_cli.tree.search import budgets
 
-    if run is None or not (run.drafter_dir / "config.json").is_file():
+    if run is None or not run.has_drafter:
         raise UserError("--budget auto needs a drafter to time", "give the --run that holds one")
     if not used.accuracies:
         fault = f"the run {run.path} has no calibration.json"
@@ -268,7 +269,7 @@ def parse_shape(text: str) -> list[int]:
 
 
 def missing_accuracies(widths: tuple[int, ...], known: Calibration) -> list[str]:
-    """Lists what a tree needs and the heads do not have, or what was not measured."""
+    """Lists the accuracies that a tree needs and that the heads lack, or that were not measured."""
     notes = []
     if known.stale:
         notes.append(

@@ -24,10 +24,11 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
     "system": "system",
 }
-# Keys beside the messages that hold a system prompt, in lower case and without underscores.
+# Keys of a record that hold a system prompt, in lower case and without underscores.
 SYSTEM = {"system", "systemprompt", "systemmessage", "systeminstruction"}
 TWO_SYSTEMS = "two system prompts that differ"
-# Keys of a record and of a message that are read, or that repeat or name what is read.
+# Keys of a record and of a message that are read, or whose values repeat or name those that are
+# read.
 READ_KEYS = {
     *("id", "prompt_id", "messages", "conversations", "raw", "from", "role", "content", "value"),
     *("tokens", "spans", "state_rows", "states_digest", "input_ids", "loss_mask"),
@@ -101,8 +102,8 @@ class Conversation:
 def messages_of(record: dict[str, Any]) -> list[Message]:
     """Returns a record's messages (role, content) from OpenAI's "messages" or ShareGPT's "conversations".
 
-    A system prompt beside them becomes the first message. Raises Malformed with the reason if the
-    record has another form.
+    A system prompt in a separate key becomes the first message. Raises Malformed with the reason if
+    the record has another form.
     """
     raw = record.get("messages") or record.get("conversations")
     if not isinstance(raw, list) or not raw:
@@ -122,23 +123,23 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 
 
 def _with_system(record: dict[str, Any], messages: list[Message]) -> list[Message]:
-    """Returns the messages after the system prompt that stands beside them, if any.
+    """Returns the messages after the system prompt of a separate key, if any.
 
-    Raises Malformed if it differs from the system prompt among them.
+    Raises Malformed if it differs from the system prompt among the messages.
     """
-    beside = system_beside(record)
-    if beside is None:
+    system = system_of(record)
+    if system is None:
         return messages
     opening = messages[0]
     if opening["role"] != "system":
-        return [{"role": "system", "content": beside}, *messages]
-    if opening["content"].strip() != beside.strip():
+        return [{"role": "system", "content": system}, *messages]
+    if opening["content"].strip() != system.strip():
         raise Malformed(TWO_SYSTEMS)
     return messages
 
 
-def system_beside(record: dict[str, Any]) -> str | None:
-    """Returns the system prompt that stands beside a record's messages or text, or None.
+def system_of(record: dict[str, Any]) -> str | None:
+    """Returns the system prompt in a separate key of a record, or None.
 
     Raises Malformed for one that is not text, and for two that differ.
     """
@@ -156,7 +157,7 @@ def _is_system(key: str) -> bool:
 
 
 def unread_keys(record: dict[str, Any], messages: list[Message]) -> list[str]:
-    """Returns the keys of a record, and of its messages, that hold words which are not read.
+    """Returns the keys of a record, and of its messages, that hold unread text.
 
     Copies of a message are not counted.
     """

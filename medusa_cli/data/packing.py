@@ -39,8 +39,8 @@ class Dataset:
 
     digest: identifies the conversations, their order and the split. states [rows, W]: the rows that
     the conversations refer to; None: the model computes them in every step. kept: the states were
-    stored during distillation, whichever backbone is loaded now. columns [H * taps]: the columns of
-    a row that a drafter reads; None: all.
+    stored during distillation, perhaps by another backbone. columns [H * taps]: the columns of a
+    row that a drafter reads; None: all.
     """
 
     train: list[Conversation]
@@ -97,7 +97,7 @@ class Dataset:
         if self.states is None:
             ties = chance or random.Random(0)
             for item in sorted(items, key=lambda item: (len(item.tokens), ties.random())):
-                # Items are sorted by length, so all rows are padded to the newest one.
+                # Items are sorted by length, so all rows are padded to the last one.
                 if not batches or (len(batches[-1]) + 1) * len(item.tokens) > limit:
                     batches.append([])
                 batches[-1].append(item)
@@ -197,7 +197,7 @@ def held_out_ids(ids: Sequence[str], fraction: float) -> set[str]:
     parts into which ShareGPT splits a long conversation (CsuNKMw_0, CsuNKMw_17) stay together, and
     so do turns that are separate rows in speculators data, and prompts about one file of code. If
     one part were held out and another one trained on, the held-out part would be easier than an
-    unseen conversation. Of two or more such wholes, at least one is held out (unless fraction is
+    unseen conversation. Of two or more such groups, at least one is held out (unless fraction is
     0), but never all.
     """
     parts: dict[str, list[str]] = {}
@@ -214,28 +214,6 @@ def _hash(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
-def frequent_tokens(
-    texts: Sequence[Tensor], size: int, vocab_size: int, known: Tensor | None = None
-) -> Tensor:
-    """Returns the `size` tokens that occur in the largest number of texts [size], with ties broken by id.
-
-    Of equally frequent tokens, those in an earlier vocabulary `known` come first. The total number
-    of occurrences would be misleading, because a repetitive answer can contain one rare token a
-    hundred times.
-    """
-    counts = torch.bincount(torch.cat([text.unique() for text in texts]), minlength=vocab_size)
-    if known is not None:
-        counts *= 2
-        counts[known.cpu()] += 1
-    return counts.argsort(descending=True, stable=True)[:size]
-
-
-def coverage(ids: Tensor, answers: Sequence[Tensor]) -> float:
-    """Returns the share of answer tokens that are in the vocabulary `ids`."""
-    counts = torch.bincount(torch.cat(list(answers)), minlength=int(ids.max()) + 1)
-    return float(counts[ids.cpu()].sum() / counts.sum())
-
-
 def batch_of(
     backbone: Backbone,
     drafter: HeadDrafter,
@@ -244,8 +222,8 @@ def batch_of(
 ) -> Batch:
     """Runs conversations through the model as it is now; dtype None keeps the dtype of its states.
 
-    The engine runs it if it has replaced the network's layers. Otherwise, gradients reach the
-    network unless the drafter uses the verify pass.
+    The engine runs the model if it has replaced the network's layers. Otherwise, gradients reach
+    the network unless the drafter uses the verify pass.
     """
     # [B, L]
     tokens = nn.utils.rnn.pad_sequence(

@@ -6,7 +6,7 @@ from medusa_cli.decode.answer import Accepted, Answer, Likelihood, Piece, Stats,
 from medusa_cli.decode.decoder import Decoder
 from medusa_cli.decode.policy import DraftPolicy, policy_of
 from medusa_cli.decode.processors import LogitsOptions
-from medusa_cli.decode.sampling import Sampling
+from medusa_cli.decode.sampling_options import Sampling
 from medusa_cli.decode.sequence import Request, Sequence
 
 __all__ = [

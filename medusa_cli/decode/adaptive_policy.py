@@ -12,7 +12,7 @@ from typing import NamedTuple
 from medusa_cli.decode.answer import Step
 from medusa_cli.decode.ngram import MAX_TOKENS, PAIR, AcceptanceEstimate, NgramMatch
 from medusa_cli.decode.policy import ROOT, DraftPolicy, Proposal
-from medusa_cli.decode.sampling import Sampling, sampling_kind
+from medusa_cli.decode.sampling_options import Sampling, sampling_kind
 from medusa_cli.decode.sequence import DraftState, Sequence
 from medusa_cli.decode.step_costs import BatchCosts, StepCosts
 from medusa_cli.tree import DynamicTree, Prices, Tree
@@ -22,22 +22,22 @@ from medusa_cli.tree.search import SizedTree, StepTimes
 MARGIN = 1.03
 # It drafts only if a tree promises this many times the tokens per second of plain decoding.
 MIN_GAIN = 1.02
-# A batch begins to draft only if a tree promises this share more for each sequence: the drafter must then read
-# the prompts, and the ends of the texts that it has missed.
+# A batch begins to draft only if a tree promises this share more for each sequence, because the
+# drafter must then read the prompts, and the ends of the texts that it has missed.
 GAIN_PER_SEQUENCE = 0.02
-# The least number of plain steps before a trial of a tree.
+# The minimum number of plain steps before a trial of a tree.
 RETRY_STEPS = 12
 # A trial ends after this many steps without accepted draft tokens.
 TRIAL_STEPS = 2
 # Steps of a smaller batch before it drafts again. A client that asks again leaves its batch for a moment,
 # and a drafter that has missed a text takes several steps to read its end.
 RESUME_STEPS = 16
-# The most plain steps before a trial, whatever the last one cost.
+# The maximum number of plain steps before a trial, however much the last trial cost.
 MAX_RETRY_STEPS = 512
 # A trial may add at most this share to the time of the plain steps before it.
 MAX_TRIAL_COST = 0.005
-# Drafts are tried where they would pay with this share more accepted tokens than the calibration expects. The mean of n
-# texts varies less, so the share is divided by the square root of n.
+# Drafts are tried if they would pay with this share of additional accepted tokens over the
+# calibration. The mean of n texts varies less, so the share is divided by the square root of n.
 OPTIMISM = 0.5
 # Weight of a prior, in expected draft tokens: for a calibration over all texts, and for confidences
 # in each text.
@@ -107,13 +107,13 @@ class AdaptivePolicy(DraftPolicy):
     """Chooses the tree size that gives the most tokens per second, down to plain decoding.
 
     It tracks one ratio per sequence: accepted to expected draft tokens. A tree then gives 1 + ratio
-    * (expected - 1) tokens per step. Step times are those measured, corrected by later steps; now
-    and then, a plain step checks that drafting still pays. All sequences in a pass draft the same
-    tree. A new sequence starts from the estimate for its kind of sampling.
+    * (expected - 1) tokens per step. Step times were measured, and later steps correct them; some
+    plain steps check that drafting still pays. All sequences in a pass draft the same tree. A new
+    sequence starts from the estimate for its kind of sampling.
 
-    With a drafter whose confidences are calibrated, one tree replaces those of all sizes: in each
-    step, it grows as far as it pays. The ratio is then that of accepted tokens to the sum of the
-    confidences.
+    With a drafter whose confidences are calibrated, one growing tree replaces the trees of all
+    sizes: in each step, it grows as long as that pays. The ratio is then that of accepted tokens to
+    the sum of the confidences.
 
     The policy decodes plainly, tries drafts, or drafts:
 
@@ -182,7 +182,7 @@ class AdaptivePolicy(DraftPolicy):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """Returns the number of nodes in the current tree, at most if it grows."""
+        """Returns the number of nodes in the current tree, or the maximum number if it grows."""
         if self._current and self._growing is not None:
             return self._growing.limits.budget
         return self._trees[self._current].tree.size
@@ -193,7 +193,7 @@ class AdaptivePolicy(DraftPolicy):
         return sum(sequence.ratio for sequence in self._sequences) / len(self._sequences)
 
     def _size_of(self, tree: int, batch: int) -> TreeSize:
-        """Returns the size of a tree, or the usual one at a batch size if it grows."""
+        """Returns the size of a tree; if it grows, the usual size at a batch size."""
         if self._growing is None or not tree:
             return self._sizes[tree]
         return self._grown.setdefault(batch, replace(self._sizes[tree]))
@@ -226,7 +226,7 @@ class AdaptivePolicy(DraftPolicy):
 
     def _smallest(self) -> list[tuple[int, int, float]]:
         """Returns nodes, depth and expected tokens of the trees that a trial chooses from."""
-        if self._growing is not None:  # it grows by one level then
+        if self._growing is not None:  # a trial's tree grows by one level
             return [(2, 1, 1 + self._growing.hits[0])]
         return [
             (sized.tree.size, sized.tree.max_depth, sized.expected) for sized in self._trees[1:]
@@ -257,7 +257,7 @@ class AdaptivePolicy(DraftPolicy):
             grows = len(acceptances) > len(self._sequences)
             self._sequences = acceptances
             if grows and not self._trial:
-                self._current = 0  # a greater batch begins anew
+                self._current = 0  # a larger batch begins again
             best, _ = self._best()
             # Otherwise the trial continues: sequences may come and go at every step.
             if best or not self._trial:
@@ -280,7 +280,7 @@ class AdaptivePolicy(DraftPolicy):
         return proposals
 
     def _wait_to_resume(self, batch: int) -> None:
-        """Lets some steps pass before a batch drafts again after one in which drafts could not pay."""
+        """Waits for some steps before a batch drafts again after a batch in which drafts could not pay."""
         if not self._current and not self._may_pay(batch):
             self._resume_in = RESUME_STEPS
         elif self._resume_in:
@@ -289,9 +289,9 @@ class AdaptivePolicy(DraftPolicy):
             self._current = 0 if self._resume_in else self._best()[0]
 
     def _proposed(self, tree: Tree, batch: int, matched: int = 0) -> Tree | DynamicTree:
-        """Returns the tree to draft for a chosen one: the tree itself, or one that grows in its place.
+        """Returns the tree to draft for a chosen tree: the tree itself, or one that grows in its place.
 
-        matched: the number of matched tokens beside it in the pass.
+        matched: the number of matched tokens in the same pass.
         """
         if self._growing is None or not tree.max_depth:
             return tree
@@ -301,7 +301,7 @@ class AdaptivePolicy(DraftPolicy):
             self.costs.of_batch(batch), self._length, rate, self.acceptance
         )
         limits = self._growing.limits.truncate(1) if self._trial else self._growing.limits
-        return replace(limits, prices=prices.beside(matched))
+        return replace(limits, prices=prices.with_rows(matched))
 
     def weigh_matches(self, chances: list[float]) -> list[tuple[Tree, int]]:
         """Returns the tree of each sequence, and the number of matched tokens to add to it.
@@ -381,7 +381,7 @@ class AdaptivePolicy(DraftPolicy):
         return self._index.get(sizes.pop()) if len(sizes) == 1 else None
 
     def _continue_trial(self, trial: Trial, tree: int, steps: list[Step], seconds: float) -> None:
-        """Ends a trial that pays, or in which too many steps accepted nothing."""
+        """Ends a trial if it pays, or if too many of its steps accepted nothing."""
         trial.left -= sum(len(step.path) == 1 for step in steps) / len(steps)
         trial.steps += 1
         trial.seconds += seconds
@@ -397,7 +397,7 @@ class AdaptivePolicy(DraftPolicy):
         self._retry_after = min(max(loss / MAX_TRIAL_COST, RETRY_STEPS), MAX_RETRY_STEPS)
 
     def _count_plain_step(self) -> None:
-        """Counts a plain step; drafts if that seems to pay now, or if it is time for a trial.
+        """Counts a plain step; starts to draft if that seems to pay now, or if it is time for a trial.
 
         A trial drafts the cheapest tree, after enough plain steps to keep its cost within
         MAX_TRIAL_COST of their time.
@@ -450,7 +450,7 @@ def _update(acceptance: AcceptanceEstimate, size: TreeSize, step: Step, levels: 
 
 
 def gain_to_begin(batch: int) -> float:
-    """Returns how many times the tokens per second of plain decoding a tree must promise to be drafted."""
+    """Returns the minimum speed, as a multiple of plain decoding's, that a tree must promise to be drafted."""
     return 1 + GAIN_PER_SEQUENCE * batch
 
 
@@ -459,7 +459,7 @@ def _seconds(sized: SizedTree, step_times: StepTimes) -> float:
 
 
 def convex(values: list[float]) -> list[float]:
-    """Returns the highest curve below the values that rises ever faster: disturbances only add time."""
+    """Returns the highest convex curve below the values, because disturbances only add time."""
 
     def slope(start: int, end: int) -> float:
         return (values[end] - values[start]) / (end - start)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from medusa_cli.decode.accept import accept
 from medusa_cli.decode.answer import Accepted, Likelihood, Step, likelihoods
@@ -22,39 +20,26 @@ from medusa_cli.decode.policy import (
     StaticTreePolicy,
     complete,
 )
+from medusa_cli.decode.prefill import Prefill
 from medusa_cli.decode.prefix_cache import PrefixCache
 from medusa_cli.decode.prefix_store import PrefixStore
 from medusa_cli.decode.sequence import Request, Sequence
-from medusa_cli.device import free_memory, numbered, upload
+from medusa_cli.device import free_memory, upload
 from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.engine import Output, Plan
 from medusa_cli.engine.cache import FIRST_ROWS
 from medusa_cli.errors import UserError, is_out_of_memory
 from medusa_cli.model import Backbone
-from medusa_cli.tree import Draft, Tree
+from medusa_cli.tree import Draft
 from medusa_cli.tree.tree import batch_drafts
 
-# Rows per pass over a prompt whose log probabilities are requested.
-PROMPT_ROWS = 256
 # Prompts that a GPU runs in one pass.
 PROMPTS = 16
-# A drafter that has missed a part of a text reads at most so many of its last tokens: running more of
-# them again takes longer than it gains.
+# A drafter that has missed a part of a text reads at most this many of its last tokens. Running
+# more tokens again takes longer than it gains.
 CATCH_UP_TOKENS = 8
 # The share of the free memory that a request may take while other requests run.
 MEMORY_SHARE = 0.9
-# Rows of the first piece of a prompt whose pieces are timed, and the minimum: fewer would take
-# nearly as long.
-FIRST_PIECE = 16
-MIN_PIECE = 8
-# Rows of a prompt that a drafter reads at a time, which it guesses one token after.
-DRAFTER_ROWS = 128
-ONE_GUESS = Tree.chain(1)
-
-
-def rows_within(seconds: float, rows: int, taken: float) -> int:
-    """Returns how many rows to run in `seconds`, if some took `taken`; changes by at most a factor of 4."""
-    return max(MIN_PIECE, min(4 * rows, max(rows // 4, int(rows * seconds / taken))))
 
 
 class Decoder:
@@ -96,7 +81,7 @@ class Decoder:
         )
         self.cache = self.engine.new_cache(slots)
         self._prefixes = PrefixCache(self.cache, drafter, self.engine.row_bytes, store)
-        self._first_piece = FIRST_PIECE  # of the next prompt's first piece
+        self._prefill = Prefill(backbone, drafter, self.cache, self._prefixes, self.taps)
         self._keeping = False  # a step has begun to accept tokens
         graphs = captures(self.engine) if cuda_graphs is None else cuda_graphs
         self.cuda_graphs: CudaGraphs | None = None
@@ -110,8 +95,9 @@ class Decoder:
     def _keeps_states(self, batch: int) -> bool:
         """Returns True if passes over a batch keep the states that the drafter reads.
 
-        Where drafts do not pay, they do not: steps then do what they do without a drafter. The final
-        states of the last step are at hand anyway, and CUDA graphs always return the states.
+        In batches where drafts do not pay, they keep none: steps are then the same as without a
+        drafter. The final states of the last step are available anyway, and CUDA graphs always
+        return the states.
         """
         if self.drafter is None or self.cuda_graphs is not None or self._reads_last_step:
             return True
@@ -158,11 +144,11 @@ class Decoder:
     ) -> Generator[tuple[Sequence, Step | None]]:
         """Assigns a slot to a request and runs its prompt in pieces; yields an item before and after each piece.
 
-        The last item contains the step with the first token. Other sequences may take steps and
-        other prompts be run in between. request: may be a sequence that has been made from the
-        request, which takes some time. `number` selects the sequence's random stream. piece_s: the
-        seconds that a piece should take, if its size changes no bits. Raises UserError for a prompt
-        longer than the context, and UsageError for invalid limits.
+        The last item contains the step with the first token. In between, other sequences may take
+        steps, and other prompts may run. request: may be a sequence that was already created from
+        the request, because creating one takes time. `number` selects the sequence's random stream.
+        piece_s: the seconds that a piece should take, if its size changes no bits. Raises UserError
+        for a prompt longer than the context, and UsageError for invalid limits.
         """
         self.backbone.check_process()
         sequence = request
@@ -172,7 +158,11 @@ class Decoder:
         try:
             yield sequence, None
             yield from self._prefixes.restore(sequence)
-            step = yield from self._run_prompt(sequence, piece_s)
+            keep_states = self._keeps_states(len(self._prefixes.taken))
+            depth = self.policy.max_depth
+            step = yield from self._prefill.run(sequence, piece_s, keep_states, depth)
+            if piece_s is not None and self.cuda_graphs is None:
+                yield from self._prefill.read(sequence)
             sequence.prefilled = True
         except BaseException as reason:  # an error, or the caller closed the iterator
             sequence.cancel()
@@ -195,7 +185,7 @@ class Decoder:
 
     @property
     def prompts_at_once(self) -> int:
-        """Returns how many prompts `admit_all` should be given; a drafter's extra rows need a prompt alone."""
+        """Returns how many prompts `admit_all` should be given; it is 1 if a drafter reads the prompts."""
         together = self.engine.runs_packs and self.drafter is None and self.taps[-1] == -1
         return PROMPTS if together else 1
 
@@ -212,113 +202,11 @@ class Decoder:
                 pack.append(Sequence(self.backbone, request, number))
                 self._take_slot(pack[-1])
             self._prefixes.move_to(first, pack)
-            return self._run_prompts(first, pack)
+            return self._prefill.run_pack(first, pack)
         except BaseException:
             for sequence in pack:
                 sequence.cancel()
             raise
-
-    def _run_prompts(self, first: int, pack: list[Sequence]) -> list[tuple[Sequence, Step]]:
-        """Runs the prompts of sequences in consecutive slots from `first` on, padded to the longest."""
-        texts = [torch.tensor(own.request.prompt[own.reused :]) for own in pack]
-        counts = [len(text) for text in texts]
-        padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-        tokens = upload(padded, self.backbone.device)
-        plan = Plan(tokens, first=first, taps=self.taps, logits="none")
-        hidden = self.engine.forward(plan, self.cache).hidden  # [B, n, H * taps]
-        last = upload([count - 1 for count in counts], tokens.device)
-        final = hidden[numbered(len(pack), tokens.device), last, -self.backbone.hidden_size :]
-        logits = self.engine.logits(final)[:, None]  # [B, 1, V]
-        root_only = Draft(torch.zeros(1, dtype=torch.long), ROOT)
-        chosen = accept(logits, [root_only] * len(pack), [own.sampler for own in pack])
-        steps = []
-        for row, (sequence, count, (_, root)) in enumerate(zip(pack, counts, chosen, strict=True)):
-            self.cache.truncate(first + row, sequence.reused + count)  # without the padding
-            sequence.tokens = list(sequence.request.prompt)
-            states = hidden[row, :count]
-            new = NewTokens(tokens[row, :count], states, root, sequence.reused)
-            steps.append(Step(sequence.finish_prefill(new)))
-            sequence.prefilled = True
-        return list(zip(pack, steps, strict=True))
-
-    def _run_prompt(
-        self, sequence: Sequence, piece_s: float | None
-    ) -> Generator[tuple[Sequence, None], None, Step]:
-        """Runs the prompt piece by piece; returns the step that contains the first token of the answer."""
-        request = sequence.request
-        device = self.backbone.device
-        prompt = list(request.prompt)
-        scores_prompt = request.scores_prompt
-        reported = [Likelihood(prompt[0], math.nan)] if scores_prompt else []
-        limit = PROMPT_ROWS if scores_prompt else self.engine.prefill_rows
-        timed = piece_s is not None and self.engine.prompt_invariant
-        rows = min(limit, self._first_piece) if timed else limit
-        hidden: list[Tensor] = []
-        keep_states = self._keeps_states(len(self._prefixes.taken))
-        # The position of the first token whose states are kept.
-        first_kept = 0 if self.drafter is None else len(prompt) - self.drafter.prompt_tokens
-        seconds = 0.0
-
-        start = sequence.reused
-        while start < len(prompt):
-            started = time.perf_counter()
-            chunk = prompt[start : start + rows]
-            last = start + rows >= len(prompt)
-            keeps = keep_states and start + len(chunk) > first_kept
-            out = self.engine.forward(self._chunk_plan(sequence, chunk, last, keeps), self.cache)
-            if keeps:
-                hidden.append(out.hidden[0])
-            sequence.tokens += chunk
-            if scores_prompt and out.logits is not None:
-                following = prompt[start + 1 : start + 1 + rows]
-                reported += likelihoods(out.logits[0], following, request.top or 0)
-            taken = time.perf_counter() - started
-            seconds += taken
-            if piece_s is not None and timed and len(chunk) == rows:
-                rows = min(limit, rows_within(piece_s, rows, taken))
-                if start == sequence.reused:
-                    self._first_piece = rows
-            start += len(chunk)
-            if not last:
-                yield sequence, None
-
-        assert out.logits is not None
-        root = sequence.sampler.choose(out.logits[0, -1])
-        extra = None if out.extra is None else out.extra[0, -1]
-        states = torch.cat(hidden) if hidden else out.hidden[0, -1:]
-        start = len(prompt) - len(states)
-        tokens = upload(prompt[start:], device)
-        new = sequence.finish_prefill(NewTokens(tokens, states, root, start, extra), keep_states)
-        if request.top is not None:
-            reported += likelihoods(out.logits[0, -1:], new, request.top)
-        if piece_s is not None:
-            yield from self._read_prompt(sequence)
-        return Step(new, verify_s=seconds, likelihoods=tuple(reported))
-
-    def _read_prompt(self, sequence: Sequence) -> Iterator[tuple[Sequence, None]]:
-        """Lets the drafter read all but the last rows of a long prompt, piece by piece, before its first draft."""
-        if self.drafter is None or self.cuda_graphs is not None or not sequence.draft.speculative:
-            return
-        fork = sequence.drafter
-        assert fork is not None
-        while not sequence.done and (part := sequence.take_unread_part(DRAFTER_ROWS)) is not None:
-            fork.draft(self.backbone, [fork], [part], ONE_GUESS)
-            yield sequence, None
-
-    def _chunk_plan(
-        self, sequence: Sequence, chunk: list[int], last: bool, keep_states: bool
-    ) -> Plan:
-        """Returns the plan of a pass over a chunk of a prompt. last: this is the last chunk."""
-        extra_rows = None
-        logits = "last" if last else "none"
-        if last and self.drafter is not None:
-            extra_rows = self.drafter.extra_rows(self.policy.max_depth)
-        if sequence.request.scores_prompt:
-            logits = "all"
-        slot = self._prefixes.slot_of(sequence)  # steps of other sequences may have moved it
-        tokens = upload(chunk, self.backbone.device)
-        taps = self.taps if keep_states else (-1,)
-        return Plan.chain(tokens, slot=slot, taps=taps, logits=logits, extra_rows=extra_rows)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, Step]]:
@@ -327,7 +215,7 @@ class Decoder:
         The seconds are each sequence's share of the total. On a GPU, the drafting time is that of
         the host, which does not wait for the draft. An error or an interruption cancels the
         sequences. If there is no memory for the pass, only the longest is cancelled, and the others
-        go on without drafts; the error is raised nevertheless.
+        continue without drafts; the error is raised nevertheless.
         """
         self.backbone.check_process()
         sequences = self._prefixes.move_running_first()
@@ -449,9 +337,9 @@ class Decoder:
     def _catch_up(self, slot: int, sequence: Sequence) -> None:
         """Provides the states of a sequence's last tokens to a drafter that has missed them.
 
-        The tokens are run again, which gives the same rows; where a prompt's rows have other bits than
-        those of steps, the old rows return. Of a long text, only the last tokens are run: a drafter's
-        rows may leave out positions.
+        The tokens are run again, which gives the same rows. If a prompt's rows have other bits than
+        those of steps, the old rows are put back. Of a long text, only the last tokens are run: a
+        drafter's rows may leave out positions.
         """
         sequence.missed = False
         end = len(sequence.tokens)
@@ -519,10 +407,10 @@ class Decoder:
         return fitting
 
     def has_room(self, request: Request) -> bool:
-        """Returns True if a slot is free, and the memory suffices beside the running sequences.
+        """Returns True if a slot is free, and if the memory that running sequences leave suffices.
 
-        Each sequence counts with its maximum length. A request that does not fit alone has room, too:
-        `prefill` then refuses it.
+        Each sequence counts with its maximum length. The result is also True for a request that
+        never fits: `prefill` then refuses it.
         """
         if not self.free_slots:
             return False
@@ -532,7 +420,7 @@ class Decoder:
     def _check_memory(self, request: Request) -> int:
         """Returns the slot for a request.
 
-        Raises UserError if the cache cannot grow enough beside the running sequences.
+        Raises UserError if running sequences leave too little memory for the cache to grow.
         """
         slot, needed, free = self._memory_for(request)
         if needed > free:
@@ -566,7 +454,7 @@ class Decoder:
         while needed > free and self._prefixes.evict(but=slot):
             needed, free = bytes_and_free()
         if needed > free and not self._prefixes.taken and self.cuda_graphs is None:
-            # Then the old buffers need not be kept until they have been copied.
+            # In this case, the old buffers need not be kept until they have been copied.
             self._prefixes.clear()
             self.cache.resize(FIRST_ROWS)
             needed, free = bytes_and_free()
@@ -591,7 +479,7 @@ class Decoder:
 
     @torch.inference_mode()
     def store_next(self) -> bool:
-        """Hands a part of a text to the store of prefixes, which writes it in a thread; returns False without any."""
+        """Gives the store of prefixes a part of a text, which a thread writes; returns False if there is none."""
         try:
             return self._prefixes.store_next()
         except Exception as reason:

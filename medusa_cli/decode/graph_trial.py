@@ -10,7 +10,7 @@ from medusa_cli.decode.accept import accept
 from medusa_cli.decode.answer import Accepted
 from medusa_cli.decode.cuda_graph import CudaGraphs
 from medusa_cli.decode.sampler import Sampler
-from medusa_cli.decode.sampling import Sampling
+from medusa_cli.decode.sampling_options import Sampling
 from medusa_cli.device import best_time, upload
 from medusa_cli.engine import Cache, Engine, Plan
 from medusa_cli.engine.engine import LayoutEngine

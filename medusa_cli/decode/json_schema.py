@@ -1,4 +1,4 @@
-"""JSON schemas of all drafts, said in the keywords that llguidance follows, or refused by place and keyword."""
+"""JSON schemas of all drafts, rewritten in the keywords that llguidance follows, or refused by place and keyword."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from medusa_cli.decode.patterns import followed_pattern
 from medusa_cli.errors import UsageError, shown
 
 Schema = dict[str, Any] | bool
-# Keywords that are followed as they are.
+# Keywords that are followed without a change.
 VALUES = {
     *("required", "multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
@@ -24,7 +24,7 @@ ONE = {"additionalProperties", "items"}
 SEVERAL = {"allOf", "anyOf", "oneOf", "prefixItems"}
 NAMED = {"properties", "patternProperties"}
 TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
-# Drafts in which the keywords beside `$ref` have no effect.
+# Drafts in which keywords next to `$ref` have no effect.
 REF_ALONE = re.compile(r"draft-0[3-7]")
 # Formats that llguidance follows. According to the standard, others do not constrain a text.
 FORMATS = {
@@ -36,7 +36,7 @@ NAMES = {
     "uuid": r"^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
 }
 IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas", "not")
-# Keywords by which the properties that are evaluated depend on the value.
+# With these keywords, the properties that are evaluated depend on the value.
 BY_VALUE = {"patternProperties", *IN_PLACE} - {"allOf", "$ref"}
 # All orders of a list's different items are enumerated up to this number of values.
 MAX_UNIQUE = 4
@@ -130,7 +130,7 @@ class _Rewriter:
         return schema
 
     def resolved(self, schema: Any, place: str) -> Any:
-        """Returns a schema, or the one that it refers to if it does nothing else."""
+        """Returns a schema, or the schema that it refers to if it only has a reference."""
         for _ in range(100):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
@@ -161,7 +161,7 @@ class _Rewriter:
             return schema
         if not isinstance(schema, Mapping):
             raise self.refuse(place, "schema", "is not an object", schema)
-        part = self._of_older_drafts(dict(schema), place)
+        part = self._of_older_drafts(dict(schema))
         result: dict[str, Any] = {}
         # Conditions that replace keywords.
         more: list[Any] = []
@@ -251,8 +251,8 @@ class _Rewriter:
             if not isinstance(part.get(keyword, {}), Mapping):
                 raise self.refuse(place, keyword, "is not an object", part[keyword])
 
-    def _of_older_drafts(self, part: dict[str, Any], place: str) -> dict[str, Any]:
-        """Returns a part in the words of the newest draft."""
+    def _of_older_drafts(self, part: dict[str, Any]) -> dict[str, Any]:
+        """Returns a part in the keywords of the newest draft."""
         if isinstance(part.get("items"), list):
             part["prefixItems"] = part.pop("items")
             if "additionalItems" in part:
@@ -312,7 +312,7 @@ class _Rewriter:
             names = self._evaluated(part, place) if plain == "additionalProperties" else None
             if names is None:
                 raise self.refuse(
-                    place, keyword, f"beside {(applied or ['contains'])[0]} it cannot be followed"
+                    place, keyword, f"with {(applied or ['contains'])[0]} it cannot be followed"
                 )
             if names != {"": True}:
                 known = {name: True for name in names}
@@ -354,7 +354,7 @@ class _Rewriter:
             allowed = _listed_names(rule)
             if "patternProperties" in part:
                 raise self.refuse(
-                    place, "propertyNames", "beside patternProperties it cannot be followed"
+                    place, "propertyNames", "with patternProperties it cannot be followed"
                 )
             given = part.get("properties", {})
             part["properties"] = {
@@ -365,7 +365,7 @@ class _Rewriter:
             pattern = self._name_pattern(rule, demands, place)
             if "patternProperties" in part or part.get("properties"):
                 raise self.refuse(
-                    place, "propertyNames", "beside other properties its pattern cannot be followed"
+                    place, "propertyNames", "with other properties its pattern cannot be followed"
                 )
             part["patternProperties"] = {pattern: others}
         part["additionalProperties"] = False
@@ -398,7 +398,7 @@ class _Rewriter:
             )
         if 1 < (limit := part.get("maxProperties", 0)) < len(names):
             del part["maxProperties"]
-            # Others would count, too.
+            # Other properties would count, too.
             part["additionalProperties"] = False
             ways = combinations(names, len(names) - limit)
             more.append({"anyOf": [{"properties": dict.fromkeys(way, False)} for way in ways]})

@@ -14,18 +14,19 @@ from medusa_cli.decode.ngram import (
     add_paths,
     ngram_trust,
 )
-from medusa_cli.decode.sampling import Sampling, sampling_kind
+from medusa_cli.decode.sampling_options import Sampling, sampling_kind
 from medusa_cli.decode.sequence import DraftState, Sequence
 from medusa_cli.engine import Engine
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import Accuracies, node_values
 
 ROOT = Tree.root_only()
-# The most forced tokens of a grammar in one pass, whose memory grows with the number of its rows.
+# The maximum number of a grammar's forced tokens in one pass, as memory grows with the number of
+# rows.
 MAX_FORCED = 64
-# A node with a smaller chance is not worth a row in any tree.
+# A node with a lower probability is not worth a row in any tree.
 MIN_CHANCE = 0.05
-# Assumed chance of a head's first guess if there is no calibration.
+# The assumed probability of a head's first guess if there is no calibration.
 UNCALIBRATED = 0.3
 
 

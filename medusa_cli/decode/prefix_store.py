@@ -1,4 +1,4 @@
-"""Cached prefixes on disk: the rows of texts in files of BLOCK tokens, each named after its text up to its end."""
+"""Cached prefixes on disk: the rows of texts in files of BLOCK tokens, named by digests of the text so far."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from medusa_cli.engine import Plan
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 
-# Tokens of a whole file. The last file of a text, its tail, has fewer.
+# Tokens of a full file. The last file of a text, its tail, has fewer.
 BLOCK = 512
 # Texts of fewer tokens are not stored, and fewer tokens are not worth reading a file.
 MIN_TOKENS = 256
 MIN_GAIN = 64
-# Bytes that wait to be written; beyond them, nothing more is copied for the store.
+# The maximum number of bytes that wait to be written; then nothing more is copied for the store.
 MAX_PENDING = 256 << 20
-# Tokens that are run to learn the bits and the kinds of rows.
+# Tokens that are run to find the bits and the kinds of rows.
 PROBE = 16
 NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})\.prefix")
 REMEDY = "give another folder, or leave it out"
@@ -53,7 +53,7 @@ class Segment:
 
     @classmethod
     def of(cls, chain: tuple[str, ...], start: int, ids: Sequence[int]) -> Segment:
-        """Returns the segment that is all of its file."""
+        """Returns the segment with all tokens of its file."""
         return cls(chain, start, tuple(ids), _name(chain[-1], key_of(chain[-1], ids)))
 
     @property
@@ -72,7 +72,7 @@ class Segment:
 
 
 def key_of(parent: str, ids: Sequence[int]) -> str:
-    """Returns the digest of a text, of which `parent` is the digest up to some tokens that end it."""
+    """Returns the digest of a text. `parent`: the digest of the text before its last tokens."""
     return sha256(parent.encode() + np.array(ids, "<i4").tobytes()).hexdigest()[:32]
 
 
@@ -83,9 +83,9 @@ def _name(parent: str, key: str) -> str:
 class PrefixStore:
     """Keeps cached prefixes in a folder, which several servers may share.
 
-    The first key of a text is a digest of all that decides the bits of its rows, so files of other
-    models are not looked at. A thread reads the files, and another writes them. The least recently
-    used are removed once all are larger than `limit` bytes.
+    The first key of a text is a digest of everything that determines the bits of its rows, so files
+    of other models are not read. One thread reads the files, and another writes them. The least
+    recently used files are removed if all together are larger than `limit` bytes.
     """
 
     def __init__(self, folder: Path, limit: int, backbone: Backbone) -> None:
@@ -112,7 +112,7 @@ class PrefixStore:
 
     @torch.inference_mode()
     def _probe(self, backbone: Backbone) -> None:
-        """Runs a few tokens, whose rows tell the size of rows and their bits.
+        """Runs a few tokens, whose rows show the size and the bits of rows.
 
         root: the digest of the model and of its bits.
         """
@@ -121,21 +121,22 @@ class PrefixStore:
         out = backbone.engine.forward(Plan.chain(tokens, logits="last"), cache)
         states = cache.states_after(0, PROBE) or []
         rows = cache.rows(0, 0, PROBE)
-        # Where the model's files are, and who wrote them, decides no bits.
+        # The place of the model's files, and their author, do not change the bits.
         config = {**backbone.config.to_dict(), "_name_or_path": "", "transformers_version": ""}
         text = json.dumps(config, sort_keys=True, default=str)
         model = json.dumps([backbone.identity, backbone.engine.title, text], default=str)
         self.root = _digest(model, [*rows, *states, out.logits])
         per_token = sum(part.nbytes for part in rows) // PROBE
-        # Some for the header, and for arrays that are not whole multiples.
+        # Bytes for the header, and for the padding of arrays.
         self._max_bytes = BLOCK * per_token + sum(state.nbytes for state in states) + (1 << 20)
 
     # Reading
 
     def find(self, prompt: Sequence[int], above: int, stateful: bool) -> Future[list[Segment]]:
-        """Finds the segments with which a prompt begins, if they are MIN_GAIN tokens or more longer than `above`.
+        """Finds the segments with which a prompt begins, if they exceed `above` by MIN_GAIN tokens or more.
 
-        Those that end within `above` are left out. stateful: the last one must have running states.
+        Segments that end within `above` are left out. stateful: the last one must have running
+        states.
         """
         return self._reader.submit(self._find, tuple(prompt), above, stateful)
 
@@ -157,9 +158,9 @@ class PrefixStore:
     def _with_tail(
         self, prompt: tuple[int, ...], blocks: list[Segment], chain: tuple[str, ...], stateful: bool
     ) -> list[Segment]:
-        """Returns blocks and the part of another file that goes on most of the prompt.
+        """Returns blocks, and the part of another file that continues the prompt the furthest.
 
-        With running states, this file is used whole, and may follow fewer blocks.
+        With running states, the whole file is used, and it may follow fewer blocks.
         """
         names = [match for match in map(NAME.fullmatch, self._names()) if match]
         for count in range(len(blocks), -1, -1):
@@ -178,7 +179,7 @@ class PrefixStore:
         return []
 
     def _shared(self, name: str, rest: tuple[int, ...], stateful: bool) -> tuple[int, ...] | None:
-        """Returns the tokens of a file with which the rest of a prompt begins; None if it is of no use."""
+        """Returns the tokens of a file with which the rest of a prompt begins; None if the file does not help."""
         try:
             with opened(self.folder / name, self._max_bytes) as file:
                 header, ids = read_ids(file)
@@ -241,7 +242,7 @@ class PrefixStore:
         try:
             write(self.folder / segment.name, segment.chain[-1], segment.ids, rows)
             self._touch(segment)
-            self._trim()
+            self._evict()
         except OSError as reason:
             log.warning("no cached prefix was written to %s: %s", self.folder, reason.strerror)
         except Exception:
@@ -251,12 +252,12 @@ class PrefixStore:
                 del self._pending[segment.name]
 
     def _touch(self, segment: Segment) -> None:
-        """Notes that a text was used; its first file becomes the newest, as the others are of no use without it."""
+        """Marks a text as used; its first file becomes the newest, as the others cannot be used without it."""
         for name in segment.names:
             with suppress(OSError):
                 os.utime(self.folder / name)
 
-    def _trim(self) -> None:
+    def _evict(self) -> None:
         """Removes the least recently used files while all together are too large."""
         files = list[tuple[int, int, str]]()
         for name in self._names():
@@ -276,7 +277,7 @@ class PrefixStore:
         try:
             with os.scandir(self.folder) as entries:
                 return [entry.name for entry in entries if NAME.fullmatch(entry.name)]
-        except OSError:  # somebody has removed the folder; the next write makes it again
+        except OSError:  # the folder was removed; the next write creates it again
             return []
 
     def finish(self) -> None:

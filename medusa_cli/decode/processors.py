@@ -22,7 +22,7 @@ from transformers import (
 
 from medusa_cli.decode.grammar import Grammar, GrammarProcessor, matcher_of
 from medusa_cli.decode.lazy_grammar import LazyGrammar, LazyGrammarProcessor
-from medusa_cli.decode.sampling import Sampling
+from medusa_cli.decode.sampling_options import Sampling
 from medusa_cli.errors import UsageError, UserError, first_line, shown
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft
@@ -183,7 +183,7 @@ def check_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
 
 
 MODELS_OWN = LogitsOptions()
-# What a sampler does itself.
+# Processors whose work the sampler does itself.
 TRUNCATION = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 
 
@@ -250,7 +250,7 @@ class SequenceProcessors:
         return SequenceProcessors(LogitsProcessorList(own), self._text[0], grammar)
 
     def warm_up(self, vocabulary: int) -> None:
-        """Lets the processors compute now what they keep from their first call: biases, the first mask."""
+        """Lets the processors compute the values now that they keep from their first call: biases, the first mask."""
         scores = torch.zeros(1, vocabulary, device=self._text.device)
         for processor in self._processors:
             if isinstance(processor, SequenceBiasLogitsProcessor | GrammarProcessor):
@@ -346,7 +346,7 @@ def sequence_processors(
     }
     if ends is None:
         arguments["exponential_decay_length_penalty"] = None
-    network = backbone.model  # which may be built now, and raise errors of its own
+    network = backbone.model  # this may build the network, which may raise other errors
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a minimum length above the limit
         try:

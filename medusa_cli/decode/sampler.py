@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medusa_cli.decode.processors import SequenceProcessors
-from medusa_cli.decode.sampling import Sampling
+from medusa_cli.decode.sampling_options import Sampling
 from medusa_cli.device import upload
 
 # A nucleus is rarely larger than this. A top-k of this size takes a tenth of the time of sorting

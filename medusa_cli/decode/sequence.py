@@ -10,7 +10,7 @@ from medusa_cli.decode.answer import Accepted
 from medusa_cli.decode.ngram import AcceptanceEstimate, NgramIndex
 from medusa_cli.decode.processors import MODELS_OWN, LogitsOptions, sequence_processors
 from medusa_cli.decode.sampler import Sampler
-from medusa_cli.decode.sampling import Sampling
+from medusa_cli.decode.sampling_options import Sampling
 from medusa_cli.drafters.base import Drafter, NewTokens, concat
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone

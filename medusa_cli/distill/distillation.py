@@ -94,7 +94,8 @@ def distill(
             run.keep_template(recipe.chat_template)
 
     done = set(processes.gather(sorted(records.done) if records else [])[0])
-    # Processes with other free memory may take other batch sizes, but they share one order of seeds.
+    # Processes with different free memory may choose different batch sizes, but they share one
+    # order of seeds.
     batch_size = processes.gather(settings.batch_size or MAX_BATCH)[0]
     asked, duplicates = _choose(_fitting(seeds, settings, model), settings, batch_size, done)
     share = processes.strided_shard(asked)
@@ -183,22 +184,17 @@ def _complete(
 
 def _report(run: Run, counts: Counter[str], context: int) -> None:
     """Logs how many conversations were not kept, and why."""
-    if counts["skipped"]:
-        log.info(
-            f"{counts['skipped']:,} prompts were skipped: too long for a context of {context:,} (distill.context)"
-        )
-    if counts["dropped"]:
-        log.info(
-            f"{counts['dropped']:,} conversations were dropped: an answer is too short (distill.min_answer_tokens)"
-        )
-    if counts["refused"]:
-        log.info(
-            f"{counts['refused']:,} conversations were dropped: an answer is a refusal (distill.drop_refusals)"
-        )
-    if counts["failed"]:
-        log.warning(
-            f"{counts['failed']:,} conversations failed, see {run.failed_path}; the same command tries them again"
-        )
+    reasons = {
+        "skipped": f"prompts were skipped: too long for a context of {context:,} (distill.context)",
+        "dropped": "conversations were dropped: an answer is too short (distill.min_answer_tokens)",
+        "refused": "conversations were dropped: an answer is a refusal (distill.drop_refusals)",
+        "failed": f"conversations failed, see {run.failed_path}; the same command tries them again",
+    }
+    for name, reason in reasons.items():
+        if counts[name]:
+            log.log(
+                logging.WARNING if name == "failed" else logging.INFO, f"{counts[name]:,} {reason}"
+            )
 
 
 class Progress:
@@ -365,13 +361,14 @@ class Records:
         seed = header["seed"]
         if self.done:
             earlier = str(old.get("seed"))
-            # A file's name may contain what separates seeds.
+            # A file's name may contain the separator of seeds.
             if f"{BETWEEN}{seed}{BETWEEN}" in f"{BETWEEN}{earlier}{BETWEEN}":
                 seed = earlier
             else:
                 log.info(f"{self.path} has answers to {earlier}; they stay")
                 seed = f"{earlier}{BETWEEN}{seed}"
-        if rows and not run.states_path.exists():  # deleted, as a refusal of damaged states advises
+        # the states were deleted, as the error for damaged states advises
+        if rows and not run.states_path.exists():
             _forget_states(run)
             rows = 0
         held = run.states_path.stat().st_size // (2 * width) if rows else 0
@@ -449,7 +446,8 @@ def merge_parts(run: Run, records: Records) -> None:
     """
     width = records.states.width
     for part in map(Run, sorted((run.path / "parts").glob("*"))):
-        Records(part, width, records.header).close()  # drops what a killed process left incomplete
+        # drops the incomplete data of a killed process
+        Records(part, width, records.header).close()
         for conversation in read_distilled(part):
             rows = conversation.state_rows
             states = None if rows is None else read_rows(part.states_path, width, *rows)
@@ -459,6 +457,6 @@ def merge_parts(run: Run, records: Records) -> None:
             if whole and conversation.id not in records.done:
                 records.write(replace(conversation, state_rows=None, states_digest=None), states)
         records.sync()
-        # First, because lines whose states are already removed would be refused.
+        # The states are forgotten first, because lines without their states would be refused.
         part.distill_path.unlink(missing_ok=True)
         shutil.rmtree(part.path)

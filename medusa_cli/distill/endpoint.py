@@ -16,10 +16,11 @@ from medusa_cli.files import catalogue
 from medusa_cli.files.chat_servers import ChatServers
 from medusa_cli.files.io import Malformed
 from medusa_cli.files.model_source import ModelSource
-from medusa_cli.model.backbone import eos_ids_of, identity_of
+from medusa_cli.model.backbone import identity_of
 from medusa_cli.model.chat_template import ChatTokenizer, Message, encode, render, token_ids
 from medusa_cli.model.checks import unloadable
 from medusa_cli.model.load import read_config
+from medusa_cli.model.vocabulary import eos_ids_of
 from medusa_cli.runs.recipe import DistillRecipe
 
 

@@ -70,12 +70,12 @@ def load_backbone(
     """Loads a causal LM and its tokenizer for decoding or, with `gradients`, for training on its states.
 
     Engine "native" runs the library on a CPU, "torch" runs rewritten layers on a GPU, and "eager"
-    runs transformers' own layers. "auto" selects the first of these that can run the model. adapter:
-    a folder from stage 2. It is merged into the weights or, if bitsandbytes quantized them, kept as
-    separate layers. chat: the model must have a chat template. drafter: the folder of a drafter that
-    needs memory beside the model's. The other arguments are those of `load_network`. Raises UserError
-    if anything is missing or unusable or a GPU's memory does not suffice, and in a process forked from
-    one that has loaded a model.
+    runs transformers' own layers. "auto" selects the first of these that can run the model.
+    adapter: a folder from stage 2. It is merged into the weights or, if bitsandbytes quantized
+    them, kept as separate layers. chat: the model must have a chat template. drafter: the folder of
+    a drafter, whose memory is counted in addition to the model's. The other arguments are those of
+    `load_network`. Raises UserError if anything is missing or unusable or a GPU's memory does not
+    suffice, and in a process forked from one that has loaded a model.
     """
     check_fork()
     if isinstance(model, str):
@@ -140,7 +140,7 @@ def load_without_layers(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Holds what a backbone is loaded from, and whether it needs a chat template; see `load_backbone`."""
+    """Holds the arguments of `load_backbone`."""
 
     model: ModelSource
     options: LoadOptions = DEFAULT_LOADING
@@ -156,8 +156,8 @@ class _Inputs:
     @property
     def int8_rows(self) -> bool:
         """Returns True if rows are rounded to 8 bits before they are multiplied by quantized weights."""
-        rows = self.options.rows
-        return rows == "int8" or (rows == "auto" and self.options.dtype != "fp32")
+        kind = self.options.activations
+        return kind == "int8" or (kind == "auto" and self.options.dtype != "fp32")
 
     @property
     def has_tiles(self) -> bool:
@@ -228,7 +228,7 @@ def _load_transformers(inputs: _Inputs, shard: bool = False) -> Backbone:
 def _fall_back(
     inputs: _Inputs, reason: Unsupported, required: bool, instead: str = "on the eager engine"
 ) -> None:
-    """Logs how a model runs instead; raises UsageError if the options require what it cannot."""
+    """Logs which engine a model uses instead; raises UsageError if the options require an engine that cannot run it."""
     name, options = inputs.model.name, inputs.options
     if required:
         fault = f"{_flag(options)} cannot run the model {name!r}: {reason}"
@@ -325,7 +325,7 @@ def _backbone_of(inputs: _Inputs, loaded: _Loaded, network: Any, **parts: Any) -
 
 
 def _pack(inputs: _Inputs, int8_rows: bool) -> _Loaded:
-    """Packs a model's weights, from its files if they can be packed as they are."""
+    """Packs a model's weights, from its files if these can be packed unchanged."""
     if (reason := why_unavailable()) is not None:
         raise Unsupported(reason)
     model, dtype = inputs.model, inputs.options.dtype
@@ -348,12 +348,12 @@ def _forgetting_refused(packed: Packed) -> Iterator[None]:
 
 
 def _from_files(inputs: _Inputs, int8_rows: bool) -> _Loaded | None:
-    """Packs a model's files as they are; returns None if there are none or if only transformers can read them."""
+    """Packs a model's files unchanged; returns None if there are none or if only transformers can read them."""
     model = inputs.model
     if not model.weights:
         return None
     lazy = lazy_network(model)
-    # Quantized weights may have their usual names, but belong to other layers than those of a plain network.
+    # Quantized weights may have the usual names, although a plain network has other layers.
     settings = getattr(lazy.config, "quantization_config", None)
     is_mxfp4 = isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
     if settings is not None and not is_mxfp4:

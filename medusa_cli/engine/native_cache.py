@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from medusa_cli.engine.kv_types import KV_TYPES, head_bytes, rows_of_floats
-from medusa_cli.engine.lazy_memory import drop_pages, lazy_zeros
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.shapes import padded
 from medusa_cli.engine.state_cache import StateCache
 from medusa_cli.native import library
 from medusa_cli.native.library import MIXERS, TILE, CacheBuffers, check
+from medusa_cli.native.pages import drop_pages, lazy_zeros
 
 # The key of the states of all delta-net layers.
 DELTA_STATES = (0, "recurrent", 0)
@@ -47,9 +47,9 @@ class NativeCache(StateCache):
         if self._delta_layers:
             self.states[DELTA_STATES] = torch.zeros(slots, self._delta_layers, model.delta_state)
         self.keys, self.values, self.inputs = self._zeros(self.capacity)
-        # By slot, where its keys, values and inputs lie.
+        # The position of each slot's keys, values and inputs.
         self._parts = np.arange(slots, dtype=np.int64)
-        # By slot, how many rows have been written since the buffers were allocated.
+        # The number of rows of each slot that have been written since the buffers were allocated.
         self._written = [0] * slots
 
     def _zeros(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,7 +155,7 @@ class NativeCache(StateCache):
                 drop_pages(rows)
 
     def reserve_pending(self, rows: int) -> None:
-        """Makes room for a tree of `rows` rows in every slot."""
+        """Allocates a tree of `rows` rows in every slot."""
         if self._delta_layers and (self.pending.dim() < 2 or rows > self.pending.shape[2]):
             self.pending = torch.zeros(
                 self._delta_layers, self.slots, rows, self.model.shapes.delta_row[1]
@@ -163,7 +163,8 @@ class NativeCache(StateCache):
 
     def keep(self, slot: int, path: Sequence[int]) -> None:
         length = self.lengths[slot]
-        # Set first, because an interrupted call may have advanced states, which must not pass for earlier ones.
+        # This is set first: an interrupted call may have advanced states, which must not be taken
+        # for earlier ones.
         self.lengths[slot] = length + len(path)
         if self._delta_layers or path[-1] != len(path) - 1:
             rows = np.array(path, np.int64)

@@ -33,7 +33,8 @@ from medusa_cli.model.digest import weights_of
 from medusa_cli.model.weights import Weights, open_weights
 from medusa_cli.native import Format, PackedMatrix, RawMatrix
 from medusa_cli.native.library import UNIT, cpu_count
-from medusa_cli.native.matrix import HAS_HUGE_PAGES, Bytes, Floats, aligned, padded_floats
+from medusa_cli.native.matrix import Floats, padded_floats
+from medusa_cli.native.pages import HAS_HUGE_PAGES, Bytes, aligned
 
 # The version of the file format; names of files follow the code that packs.
 VERSION = 2
@@ -42,7 +43,7 @@ ALIGNMENT = 64
 # The bytes of a digest, and of the file's beginning: a position and a digest.
 DIGEST = 16
 HEAD = 8 + DIGEST
-# Weights are read into memory if this multiple of their size is free, in pieces of so many bytes.
+# Weights are read into memory if this multiple of their size is free, in pieces of PIECE bytes.
 READING_ROOM = 1.5
 PIECE = 32 << 20
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def pack_once(
     If the cache cannot be written, the weights are packed in memory.
     """
     path = packed_path(model, description, quantize)
-    packed = read_kept(path, model.name, lambda: read_packed(path, description, int8_rows))
+    packed = read_kept(model.name, lambda: read_packed(path, description, int8_rows))
     if packed is not None:
         return packed
 
@@ -105,10 +106,10 @@ def pack_once(
         return pack_in_memory(description, weights, quantize, int8_rows)
 
 
-def read_kept(path: Path, name: str, read: Callable[[], Packed]) -> Packed | None:
-    """Returns the packed weights that `read` finds in a file; None if there is no file, or if it is damaged.
+def read_kept(name: str, read: Callable[[], Packed]) -> Packed | None:
+    """Returns the packed weights that `read` reads; None if there is no file, or if it is damaged.
 
-    name: the model or the drafter, for the line that says so.
+    name: the model or the drafter, for the warning.
     """
     try:
         return read()
@@ -166,9 +167,9 @@ def keep_packed(
 ) -> None:
     """Writes packed weights to the cache, and removes the files that they replace.
 
-    matrices: are taken one at a time. source, digest: the place of the weights, and a model's digest.
-    The first bytes of the file are the position and the digest of its JSON, which lists where each
-    part lies, and its digest.
+    matrices: is iterated once, so one matrix is in memory at a time. source, digest: the place of
+    the weights, and a model's digest. The file begins with the position and the digest of its JSON.
+    The JSON lists the position and the digest of each part.
     """
     entries: list[dict[str, Any]] = []
     with replacing(path) as part, part.open("wb") as file:
@@ -239,8 +240,8 @@ def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed
 def read_parts(path: Path, has_int8_rows: Callable[[str], bool]) -> Packed:
     """Reads packed weights; raises ValueError if the file is damaged.
 
-    has_int8_rows: tells by its name if a matrix's rows are rounded. The digests of its parts are
-    compared once after each change of the file and start of the machine.
+    has_int8_rows: returns True for the name of a matrix whose rows are rounded. The digests of its
+    parts are compared once after each change of the file and start of the machine.
     """
     memory = bytes_of(path)
     data = _table(memory)
@@ -278,7 +279,7 @@ def _table(memory: Bytes) -> dict[str, Any]:
 
 
 def _check_digests(memory: Bytes, table: dict[str, Any]) -> None:
-    """Raises ValueError if a part of a packed file is not what was written."""
+    """Raises ValueError if a part of a packed file has changed since it was written."""
     places = [
         entry[key] for entry in table["entries"] for key in ("tiles", "vector") if key in entry
     ]

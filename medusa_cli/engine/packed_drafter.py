@@ -33,10 +33,10 @@ class PackedDrafter:
     def part(self, name: str) -> Iterator[Callable[[Parts], PackedMatrix]]:
         """Yields a function that packs the next matrix of a part, or returns the one that was kept.
 
-        New ones are kept in the end, unless the cache cannot be written.
+        New matrices are kept at the end of the block, unless the cache cannot be written.
         """
         path = drafter_path(self.folder, self.files, self.backbone, name)
-        kept = read_kept(path, str(self.folder), lambda: read_parts(path, lambda _: True))
+        kept = read_kept(str(self.folder), lambda: read_parts(path, lambda _: True))
         if kept is not None:
             matrices = iter(kept.matrices.values())
             yield lambda parts: next(matrices)

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from medusa_cli.data.conversation import check_conversations
-from medusa_cli.data.packing import frequent_tokens, read_dataset
+from medusa_cli.data.draft_vocabulary import frequent_tokens
+from medusa_cli.data.packing import read_dataset
 from medusa_cli.drafters.incoming import Checkpoint, Incoming, check_tensors
 from medusa_cli.drafters.kinds import weight_shapes
 from medusa_cli.drafters.mtp import Mtp, checkpoint_tensors
@@ -104,7 +105,7 @@ def import_mtp(
 def _check_free(run: str) -> None:
     """Raises UserError for a run that has a drafter."""
     target = Run(Run.folder(run))
-    if (target.drafter_dir / "config.json").is_file():
+    if target.has_drafter:
         raise UserError(f"{target.path} has a drafter already", "give another @run")
 
 

@@ -8,15 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 from medusa_cli.errors import UserError, first_line, shown
-from medusa_cli.files.gguf_configs import (
-    CONFIGS,
-    Keys,
-    leave_out_unused,
-    own_tokenizer,
-    split_digits,
-)
+from medusa_cli.files.gguf_configs import CONFIGS, Keys
 from medusa_cli.files.gguf_header import ELSEWHERE, Header, read_header
 from medusa_cli.files.gguf_names import FREQUENCIES, names_of
+from medusa_cli.files.gguf_tokenizer import leave_out_unused, own_tokenizer, split_digits
 from medusa_cli.files.quiet import without_progress_bars
 
 # Architectures whose tensors have transformers' layout, except for differences that GgufNames
@@ -25,12 +20,12 @@ DIRECT = (
     *("llama", "qwen2", "qwen3", "gemma2", "starcoder2", "stablelm"),
     *("qwen2moe", "qwen3moe", "lfm2", *CONFIGS),
 )
-# Texts of tokens that end a turn. In architectures in ENDS_KNOWN, the config has all ends, and one
-# of these texts has another meaning.
+# Texts of tokens that end a turn. For architectures in ENDS_KNOWN, the config has all end tokens,
+# and one of these texts has another meaning.
 ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 ENDS_KNOWN = ("gpt-oss", "gemma4")
-# As in the model's own config: like Gemma 3 27B, it divides by the width of a head in the hidden
-# state.
+# As in its own config: like Gemma 3 27B, this model divides queries by the root of the width of a
+# head in the hidden state.
 LAYERS_OF_GEMMA2_27B = 46
 # The lm_head; a file without one uses the embeddings.
 HEAD = "output.weight"
@@ -55,7 +50,8 @@ NO_MODELS = {
         "give Gemma 4's own file, and the assistant's folder or hub id as @drafter",
     ),
 }
-# A tensor that every model has in its first layer, and the key of files that may hold MTP layers alone.
+# A tensor that every model has in its first layer, and the key of files that may hold only MTP
+# layers.
 FIRST = "blk.0.attn_norm.weight"
 LATER = "nextn_predict_layers"
 
@@ -74,7 +70,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
 
     verbosity = logging.get_verbosity()
     folder.mkdir()
-    # Alone in its folder, because transformers also reads files next to it.
+    # It is alone in its folder, because transformers also reads files next to it.
     link = folder / "model.gguf"
     link.symlink_to(path.absolute())
     named = {"pretrained_model_name_or_path": str(folder), "gguf_file": link.name}
@@ -93,7 +89,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         config.architectures = [type(network).__name__]
-        # Those of Gemma 4 only say which part of a head rotates, and its config has that.
+        # Gemma 4's factors only say which part of a head rotates, which its config states.
         if factors and header.architecture != "gemma4":
             _check_factors(factors, config, network)
             config.rope_parameters |= {

@@ -1,10 +1,7 @@
-"""Configs and tokenizers of GGUF files, for architectures that transformers' reader does not read, or reads in part."""
+"""Configs of GGUF files, for architectures that transformers' reader does not know, or knows in part."""
 
-import json
-import logging
 import math
 from collections.abc import Callable, Collection
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from medusa_cli.errors import shown
@@ -12,9 +9,6 @@ from medusa_cli.files.gguf_header import Header
 from medusa_cli.files.gguf_names import FACTORS_OF_PHI3, FREQUENCIES, has_mtp
 from medusa_cli.files.layer_kinds import FULL, SLIDING
 
-log = logging.getLogger(__name__)
-# The type of a vocabulary's entry that stands for no token.
-UNUSED = 5
 # Fields of transformers' configs, by the file's keys without the architecture's name.
 FIELDS = {
     "block_count": "num_hidden_layers",
@@ -48,23 +42,19 @@ EXPERTS_OF_GLM4 = {
 }
 # The router's function in files of GLM 4.5, which may leave it out.
 SIGMOID = 2
-# As llama.cpp has it: in every fourth layer, SmolLM3 does not rotate.
+# As in llama.cpp: every fourth layer of SmolLM3 has no rotary embedding.
 LAYERS_TO_NO_ROPE = 4
-# As llama.cpp has it: every sixth layer of Gemma 3 attends to all positions.
+# As in llama.cpp: every sixth layer of Gemma 3 attends to all positions.
 LAYERS_TO_FULL_ATTENTION = 6
-# As llama.cpp has it: Gemma 3 27B, by its number of layers, divides by the width of a head in the
+# As in llama.cpp: a Gemma 3 with this number of layers (27B) divides by the width of a head in the
 # hidden state, not by the width of a query.
 LAYERS_OF_GEMMA3_27B = 62
-# Tokens that end an answer of Gemma 4, whose files name one of them.
+# Tokens that end an answer of Gemma 4; its files name only one of them.
 ENDS_OF_GEMMA4 = ("<eos>", "<turn|>", "<|tool_response>")
-# Tokens that end an answer of gpt-oss, whose files name one of them.
+# Tokens that end an answer of gpt-oss; its files name only one of them.
 ENDS_OF_GPT_OSS = ("<|return|>", "<|call|>", "<|endoftext|>")
-# As llama.cpp has it: every second layer of gpt-oss attends to all positions.
+# As in llama.cpp: every second layer of gpt-oss attends to all positions.
 LAYERS_TO_FULL_ATTENTION_OF_GPT_OSS = 2
-# Names of the splits of GPT-2; older files name none.
-LIKE_GPT2 = (None, "default", "gpt-2", "gpt2")
-# Vocabularies, by the name of their splits, whose words end at every digit and else as GPT-2's do.
-DIGIT_BY_DIGIT = ("codeshell", "command-r", "exaone", "refact", "smollm", "starcoder")
 
 
 class Keys:
@@ -114,7 +104,7 @@ class Keys:
         fields: dict[str, Any] = {own: self.number(key) for key, own in FIELDS.items()}
         heads = fields["num_attention_heads"]
         fields["num_key_value_heads"] = self.by_layer("attention.head_count_kv", heads)[0]
-        # A file whose layers all have experts may have only their size.
+        # If all layers have experts, a file may state only the size of experts.
         experts = self.count("expert_feed_forward_length")
         fields["intermediate_size"] = self.by_layer("feed_forward_length", experts or None)[0]
         fields["head_dim"] = self.number("attention.key_length", fields["hidden_size"] // heads)
@@ -124,7 +114,7 @@ class Keys:
     def layers(self) -> tuple[int, int]:
         """Returns the numbers of a model's layers, and of those after them that predict later tokens (MTP).
 
-        The file counts all of them. Those that it counts but does not hold are left out.
+        The file counts all of them. Layers that it counts but does not hold are left out.
         """
         later = self.count("nextn_predict_layers")
         layers = self.number("block_count") - later
@@ -194,7 +184,7 @@ class Keys:
         }
 
     def _attention_factor(self, factor: float) -> float:
-        """Returns what YaRN multiplies queries and keys by."""
+        """Returns the factor by which YaRN multiplies queries and keys."""
         own: float = self.number("rope.scaling.attn_factor", 1.0)
         # Its effect is reduced by this multiple of itself, which is 0 in most files.
         reduced = self.number_or_0("rope.scaling.yarn_log_multiplier")
@@ -254,7 +244,7 @@ def _phi3(keys: Keys) -> Any:
     )
     factors = {f"{own}_factor": keys.factors(name) for own, name in FACTORS_OF_PHI3.items()}
     if all(factors.values()):
-        # Older files lack this one; then llama.cpp does not multiply by it.
+        # Older files lack this factor; then llama.cpp does not multiply by it.
         growth = keys.number("rope.scaling.attn_factor", 1.0)
         rope |= {"rope_type": "longrope", "attention_factor": growth, **factors}
         rope["original_max_position_embeddings"] = original
@@ -287,8 +277,8 @@ def _mistral3(keys: Keys) -> Any:
 
     fields, rope = keys.fields(), keys.rope()
     growth = keys.number_or_0("attention.temperature_scale")
-    # Queries grow with every stretch of positions as long as the first training's. The native
-    # engine has no place for that, so a file is read up to the end of the first stretch.
+    # Queries are scaled up after each multiple of the original context. The native engine cannot do
+    # that, so a file is read up to the end of the original context.
     first = rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
     if growth:
         fields["max_position_embeddings"] = min(first, fields["max_position_embeddings"])
@@ -359,7 +349,7 @@ def _gemma4(keys: Keys) -> Any:
         **fields,
         global_head_dim=keys.number("attention.key_length"),
         num_global_key_value_heads=heads[full],
-        # Only then may layers with full attention have another number of key heads.
+        # Layers with full attention may have another number of key heads only in this case.
         attention_k_eq_v=f"blk.{full}.attn_v.weight" not in keys.header.tensors,
         num_kv_shared_layers=shared,
         use_double_wide_mlp=len(set(widths)) > 1,
@@ -373,7 +363,7 @@ def _gemma4(keys: Keys) -> Any:
 
 
 def _proportion(keys: Keys) -> dict[str, Any]:
-    """Returns which part of a head Gemma 4 rotates: frequencies of others have a huge divisor in the file."""
+    """Returns the part of a head that Gemma 4 rotates; in the file, other frequencies have a huge divisor."""
     factors = keys.factors(FREQUENCIES)
     rotated = factors.count(1.0)
     if not rotated or min(factors[rotated:], default=1e30) < 1e29:
@@ -388,7 +378,8 @@ def _gpt_oss(keys: Keys) -> Any:
     fields["intermediate_size"] = keys.number("expert_feed_forward_length")
     fields["eos_token_id"] = keys.tokens(ENDS_OF_GPT_OSS) or fields["eos_token_id"]
     if rope["rope_type"] == "yarn":
-        # As its makers have it; llama.cpp rounds the bounds between scaled frequencies and others.
+        # As in the makers' code; llama.cpp rounds the bounds between scaled and unscaled
+        # frequencies.
         rope["truncate"] = False
     return GptOssConfig(
         **fields,
@@ -474,58 +465,3 @@ CONFIGS: dict[str, Callable[[Keys], Any]] = {
     "qwen35moe": _qwen35_moe,
     "smollm3": _smollm3,
 }
-
-
-def own_tokenizer(header: Header, source: dict[str, Any]) -> Any:
-    """Returns the tokenizer of a file of one of these architectures.
-
-    source: the arguments with which transformers reads the file.
-    """
-    from transformers import PreTrainedTokenizerFast, Qwen3_5Tokenizer
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(**source)
-    if not header.architecture.startswith("qwen35"):
-        return tokenizer
-    with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        return Qwen3_5Tokenizer.from_pretrained(folder)
-
-
-def split_digits(header: Header, tokenizer: Any) -> None:
-    """Makes a tokenizer split numbers into digits if its vocabulary wants that, which transformers' reader ignores.
-
-    Logs a warning if nothing here knows how the vocabulary splits texts.
-    """
-    from tokenizers import pre_tokenizers
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    kind = header.metadata.get("tokenizer.ggml.pre")
-    known = (*DIGIT_BY_DIGIT, *LIKE_GPT2, *GGUF_PRE_TOKENIZER_SPLITS)
-    if header.metadata.get("tokenizer.ggml.model") == "gpt2" and kind not in known:
-        log.warning(
-            f"the file's pre-tokenizer {shown(kind)} is unknown; texts are split as for GPT-2, so some "
-            "may get other tokens than the model learned"
-        )
-    if kind in DIGIT_BY_DIGIT:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, letters])
-
-
-def leave_out_unused(header: Header, tokenizer: Any) -> None:
-    """Removes the names of ids for which there is no token, such as `[PAD151900]`, so that they have no text."""
-    types = header.metadata.get("tokenizer.ggml.token_type") or ()
-    unused = {id for id, kind in enumerate(types) if kind == UNUSED}
-    unused -= set(tokenizer.all_special_ids)
-    file = json.loads(tokenizer.backend_tokenizer.to_str()) if unused else {}
-    vocabulary = file.get("model", {}).get("vocab")
-    if not isinstance(vocabulary, dict):
-        return
-    # A name of which others are made must stay.
-    parts = {part for merge in file["model"].get("merges", ()) for part in merge}
-    kept = {name: id for name, id in vocabulary.items() if id not in unused or name in parts}
-    if len(kept) < len(vocabulary):
-        file["model"]["vocab"] = kept
-        added = file["added_tokens"]
-        file["added_tokens"] = [token for token in added if token["id"] not in unused]
-        tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(file))

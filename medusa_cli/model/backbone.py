@@ -1,7 +1,7 @@
 """A Hugging Face causal LM as a backbone: the frozen network, its layers, its lm_head and its identity."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from inspect import unwrap
@@ -16,14 +16,15 @@ from medusa_cli.files.model_source import lasting_name
 from medusa_cli.model.chat_template import chat_prompt, token_ids
 from medusa_cli.model.grouped_attention import NAME, register
 from medusa_cli.model.masks import Masks
-from medusa_cli.model.vocabulary import Vocabulary
+from medusa_cli.model.vocabulary import Vocabulary, eos_ids_of
 
 # Maximum number of positions of models without a limit, such as Mamba.
 UNBOUNDED = 1 << 20
 # Types of rotary embeddings that change beyond the original context. Rows already in the cache
 # would have been rotated by the old ones.
 CHANGING_ROPE = ("longrope", "dynamic")
-# The process that made the first backbone. In a fork of it, torch waits for threads that are not there.
+# The process that made the first backbone. In a fork of it, torch waits for threads that do not
+# exist there.
 _first_process: int | None = None
 
 
@@ -219,7 +220,7 @@ class Backbone:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """Returns what the tokenizer's tokens stand for."""
+        """Returns the bytes and rules of the tokenizer's tokens."""
         return Vocabulary(self.tokenizer)
 
     @cached_property
@@ -259,10 +260,10 @@ def take_own_attention(network: Any) -> None:
 
 
 def text_config(config: Any) -> Any:
-    """Returns the text part of a model's config, in which every field can be read.
+    """Returns the text part of a model's config, in a form in which every field can be read.
 
-    Otherwise transformers raises an error when code reads a field that differs between layers, even
-    with a default value.
+    Otherwise, transformers raises an error when code reads a field that differs between layers,
+    even with a default value.
     """
     text = config.get_text_config()
     text.allow_global_per_layer_attribute_access = True
@@ -282,13 +283,14 @@ def text_model(network: Any) -> Any:
 def has_tied_head(network: Any) -> bool:
     """Returns True if a network's lm_head shares the weight of its embeddings.
 
-    The config does not tell: those of a whole model and of its text part may differ, and files may hold both weights.
+    The config cannot tell: the configs of a whole model and of its text part may differ, and files
+    may hold both weights.
     """
     return network.get_output_embeddings().weight is network.get_input_embeddings().weight
 
 
 def untie_head(network: Any) -> None:
-    """Gives the lm_head its own copy of the embeddings' weight, if it shares that."""
+    """Gives the lm_head its own copy of the embeddings' weight, if they share the weight."""
     if has_tied_head(network):
         head = network.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
@@ -340,18 +342,6 @@ def tapped(out: Any, taps: Sequence[int]) -> Tensor:
         fault = "some layers of this model give no state of a token, or several, which aux hidden state layers need"
         raise UserError(fault, "use a drafter that reads the last state, such as drafter=hydra")
     return torch.cat([final if t == -1 else by_layer[t + 1] for t in taps], dim=-1)
-
-
-def eos_ids_of(owners: Iterable[Any]) -> list[Any]:
-    """Returns the end-of-answer token ids that configs and tokenizers give."""
-    eos_ids: list[Any] = []
-    for owner in owners:
-        named = getattr(owner, "eos_token_id", None)
-        if isinstance(named, list):
-            eos_ids += named
-        elif named is not None:
-            eos_ids.append(named)
-    return eos_ids
 
 
 def stateful_modules(network: nn.Module) -> list[Any]:

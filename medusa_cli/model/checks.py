@@ -22,13 +22,8 @@ from medusa_cli.files.model_files import (
     unverifiable,
 )
 from medusa_cli.files.model_source import AGAIN, ModelSource
-from medusa_cli.model.backbone import (
-    auto_class,
-    eos_ids_of,
-    finish_logits,
-    stateful_modules,
-    text_model,
-)
+from medusa_cli.model.backbone import auto_class, finish_logits, stateful_modules, text_model
+from medusa_cli.model.vocabulary import eos_ids_of
 
 PROBE = 6  # number of tokens in the passes that check a network
 # Exceptions that a pass raises if a model does not fit its config, or if its code is not supported.
@@ -86,7 +81,7 @@ def check_architecture(config: Any, model: ModelSource) -> Any:
     prefix = f"{network.base_model_prefix}."
     for name, weight in weights.items():
         shape, _ = files.get(name) or files.get(name.removeprefix(prefix)) or (weight.shape, None)
-        if math.prod(shape) != weight.numel():  # some are stored transposed
+        if math.prod(shape) != weight.numel():  # some weights are stored transposed
             raise unloadable(
                 model.name,
                 f"config.json asks for {name} of shape {[*weight.shape]}, its files hold {shape}",
@@ -151,7 +146,7 @@ def check_network(network: Any, model: str) -> None:
 
 def _looks_ahead(network: Any, ids: Tensor, logits: Tensor) -> bool:
     """Returns True if logits [1, n, V] of ids [1, n] change without the later half, as in a prefix LM."""
-    # No other network marks prefixes.
+    # Only networks with a prefix LM read these token types.
     if "token_type_ids" not in signature(type(network).forward).parameters:
         return False
     half = ids[:, : ids.shape[1] // 2]

@@ -1,7 +1,8 @@
-"""Reads the bytes that each token of a vocabulary stands for, and the rules that decode texts from them."""
+"""A vocabulary: the bytes that each token stands for, the rules that decode texts, and the ids that end an answer."""
 
 import json
 import re
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +25,7 @@ BYTES = _byte_letters()
 
 
 class Vocabulary:
-    """Tells what a tokenizer's tokens stand for.
+    """Returns the bytes of a tokenizer's tokens, and cleans up texts by its rules.
 
     cleans_up: the tokenizer removes blanks before punctuation in the whole text.
     """
@@ -39,7 +40,7 @@ class Vocabulary:
         self._bytes: dict[int | None, int] = {}
         if "ByteFallback" in kinds:
             self._bytes = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(0x100)}
-        # As transformers decides it.
+        # The condition is transformers' own.
         for_bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         is_bpe = type(getattr(backend, "model", None)).__name__ == "BPE"
         self.cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) and (
@@ -47,7 +48,7 @@ class Vocabulary:
         )
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Returns a token's own bytes if the vocabulary tells them, else None: then they are those of its text."""
+        """Returns a token's own bytes if the vocabulary states them; None if they are those of its text."""
         if (byte := self.byte_of(token)) is not None:
             return bytes([byte])
         if not self._byte_level or token in self._added:
@@ -84,3 +85,15 @@ def _kinds(decoder: dict[str, Any]) -> set[str]:
     """Returns the types of a decoder and of those that it consists of."""
     inner = [_kinds(part) for part in decoder.get("decoders", ())]
     return {decoder["type"]}.union(*inner)
+
+
+def eos_ids_of(owners: Iterable[Any]) -> list[Any]:
+    """Returns the end-of-answer token ids that configs and tokenizers give."""
+    eos_ids: list[Any] = []
+    for owner in owners:
+        named = getattr(owner, "eos_token_id", None)
+        if isinstance(named, list):
+            eos_ids += named
+        elif named is not None:
+            eos_ids.append(named)
+    return eos_ids

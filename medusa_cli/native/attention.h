@@ -1,5 +1,5 @@
-// Attention from a step's rows to the columns of their slot, and to each other under a draft tree's
-// mask.
+// Attention from a step's rows to the columns of their slot, and to each other under a mask: that of
+// a draft tree, and of a sliding window.
 //
 // Keys lie in tiles of 16 columns [columns / 16, D, 16], so that a lane is a column. Values lie row
 // by row [columns, D], so that a lane is a dimension. A score is a sum over D in order, or, of keys
@@ -17,7 +17,7 @@
 #include <cassert>
 #include <cmath>
 
-#include "columns.h"
+#include "kv_cache.h"
 
 namespace medusa {
 
@@ -36,7 +36,7 @@ struct AttentionMask {
 
 // Sets the columns that `rows` rows see. The rows have the last of `columns` columns after the
 // prefix. seen [rows, stride]: which of these columns each row sees. positions [columns]. window:
-// the number of positions that a row sees; 0 for no bound, without which no position is read.
+// the number of positions that a row sees; 0 for no limit, in which case no position is read.
 inline void build_mask(AttentionMask& mask, int64_t rows, int64_t columns, int64_t prefix, const uint8_t* seen,
                        int64_t stride, const int32_t* positions, int64_t window) {
   assert(prefix >= 0 && 1 <= rows && rows <= columns && columns <= stride);
@@ -49,7 +49,7 @@ inline void build_mask(AttentionMask& mask, int64_t rows, int64_t columns, int64
   mask.bits.assign(rows * tiles, 0);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t own = columns - rows + r;
-    // No row is without a column, whose softmax would be 0 / 0.
+    // Every row sees a column; otherwise, its softmax would be 0 / 0.
     assert(seen[r * stride + own]);
     const int64_t lowest = window ? std::max<int64_t>(0, positions[own] - window + 1) : 0;
     mask.lowest[r] = std::min(lowest, prefix);
@@ -79,11 +79,11 @@ constexpr int kQueries = 8, kDeep = 2;
 constexpr int kQueries = 6, kDeep = 1;
 #endif
 
-// The most queries that attend together.
+// The maximum number of queries that attend together.
 constexpr int kTogether = 48;
 
-// The numbers of a block of keys or values, 16 KB of floats: half of the smallest first cache. The most columns of a
-// block, plus a cache line, so that the weights of several queries lie in different sets of the cache.
+// The numbers of a block of keys or values, 16 KB of floats: half of the smallest first cache. The maximum number of
+// columns of a block, plus a cache line, so that the weights of several queries lie in different sets of the cache.
 constexpr int64_t kBlock = 4096, kWeights = kBlock / 16 + 16;
 
 inline float first_of(F x) {

@@ -128,7 +128,7 @@ Choice chosen = {nullptr, nullptr};
 Pool& threads() {
   if (!pool || pool->threads() != wanted) {
     delete pool;
-    // So that no call uses it if there is no memory for a new one.
+    // No call must use the old pool if there is no memory for a new one.
     pool = nullptr;
     pool = new Pool(wanted);
     wanted = pool->threads();  // the system may allow fewer
@@ -154,8 +154,8 @@ void forked() {
 const int registered = pthread_atfork(nullptr, nullptr, forked);
 #endif
 
-// The code of functions that found no memory. No exception may leave the C interface, and those that
-// can occur, here or in the pool's threads, all say that the system refused memory.
+// The result of functions that found no memory. No exception may leave the C interface, and those
+// that can occur, here or in the pool's threads, all say that the system refused memory.
 constexpr int kNoMemory = -2;
 
 struct Layout {
@@ -164,6 +164,7 @@ struct Layout {
 
   void add(const char* type, const char* name, size_t number) {
     size += std::snprintf(text + size, sizeof text - size, "%s %s %d\n", type, name, int(number));
+    if (size >= int(sizeof text)) std::abort();  // the next line would be written past the end
   }
 
   Layout() {

@@ -141,7 +141,8 @@ inline void add_bytes(const Bytes& w, const Inputs& x, float* sums) {
   }
 }
 
-// The vectors of sums that registers hold beside the weights of a unit: 16 registers hold 4, 32 hold 8.
+// The vectors of sums that registers hold next to the weights of a unit: 16 registers hold 4, 32 hold
+// 8.
 constexpr int kHeldSums = kBlockRows;
 
 // Adds the dot products of R rows with units first .. end - 1 of a tile, for PARTS * kLanes channels
@@ -233,18 +234,18 @@ inline void by_blocks(int64_t rows, const Work& work) {
 // Rows whose sums stay in a CPU cache while a tile's chunks are processed.
 constexpr int64_t kPanel = 64;
 
-// Up to this many rows, a tile is unpacked anew for each block of rows: storing the unpacked tile
+// Up to this many rows, a tile is unpacked again for each block of rows: storing the unpacked tile
 // would cost more, for any number of rows if blocks have eight rows of all channels.
 constexpr int64_t kFewRows = kBlockRows < 8 ? kBlockRows : kLanes < kTile ? 2 * kBlockRows : kPanel;
 
 #if defined(__AMX_INT8__)
 
-// The number of units whose products are under way while those of another are added.
+// The number of units whose products are being computed while those of another unit are added.
 constexpr int kUnderWay = 2;
 
 // Adds the dot products of R <= 16 rows with unpacked bytes to sums [R, 16]. The bytes are signed if
 // there are no offsets. LAST: as in multiply_unit. Per unit, `bytes` bytes from `ahead` on are
-// prefetched: all of them at once would hold up other reads.
+// prefetched: all of them at once would delay other reads.
 template <bool HAS_OFFSET, int R, bool LAST>
 inline void add_bytes_amx(const Bytes& w, const Inputs& x, const uint8_t* ahead, int64_t bytes, float* sums) {
   alignas(64) int32_t products[kUnderWay + 1][R][kTile];
@@ -273,20 +274,21 @@ constexpr int64_t kLeastAmxRows = 9;
 
 inline bool uses_amx(int32_t format, int64_t rows) { return info(format).group == kUnit && rows >= kLeastAmxRows; }
 
-// Does what multiply_bytes does, for formats with one group per unit.
+// Does the same as multiply_bytes, for formats with one group per unit.
 template <int FORMAT>
-inline void multiply_bytes_amx(const uint8_t* tile, int64_t k, const Rows& x, int64_t rows, Bytes& room, float* sums) {
+inline void multiply_bytes_amx(const uint8_t* tile, int64_t k, const Rows& x, int64_t rows, Bytes& unpacked,
+                               float* sums) {
   constexpr bool has_offset = Kind<FORMAT>::has_offset;
   std::memset(sums, 0, rows * kTile * sizeof(float));
   for (int64_t first = 0; first < k; first += kChunk) {
     const uint8_t* blocks = chunk_of(FORMAT, tile, first);
-    room.units = static_cast<int>(std::min<int64_t>(kChunk, k - first) / kUnit);
-    unpack_chunk<FORMAT, !has_offset, false>(blocks, room);
+    unpacked.units = static_cast<int>(std::min<int64_t>(kChunk, k - first) / kUnit);
+    unpack_chunk<FORMAT, !has_offset, false>(blocks, unpacked);
     by_blocks<kAmxRows>(rows, [&](auto r, int64_t row) {
       constexpr int R = decltype(r)::value;
       const int64_t bytes = row ? 0 : unit_bytes(FORMAT);
       const Inputs inputs = inputs_of<FORMAT>(x, row, first);
-      add_bytes_amx<has_offset, R, (R < kAmxRows)>(room, inputs, blocks + kAhead, bytes, sums + row * kTile);
+      add_bytes_amx<has_offset, R, (R < kAmxRows)>(unpacked, inputs, blocks + kAhead, bytes, sums + row * kTile);
     });
   }
 }
@@ -295,10 +297,10 @@ inline void multiply_bytes_amx(const uint8_t* tile, int64_t k, const Rows& x, in
 
 // Sets sums [rows, 16] to the dot products of 8-bit rows with a tile of k inputs.
 template <int FORMAT>
-inline void multiply_bytes(const uint8_t* tile, int64_t k, const Rows& x, int64_t rows, Bytes& room, float* sums) {
+inline void multiply_bytes(const uint8_t* tile, int64_t k, const Rows& x, int64_t rows, Bytes& unpacked, float* sums) {
 #if defined(__AMX_INT8__)
   if constexpr (Kind<FORMAT>::groups == 1) {
-    if (uses_amx(FORMAT, rows)) return multiply_bytes_amx<FORMAT>(tile, k, x, rows, room, sums);
+    if (uses_amx(FORMAT, rows)) return multiply_bytes_amx<FORMAT>(tile, k, x, rows, unpacked, sums);
   }
 #endif
   if (kFewRows == kPanel || rows <= kFewRows) {
@@ -310,25 +312,25 @@ inline void multiply_bytes(const uint8_t* tile, int64_t k, const Rows& x, int64_
   }
   std::memset(sums, 0, rows * kTile * sizeof(float));
   for (int64_t first = 0; first < k; first += kChunk) {
-    room.units = static_cast<int>(std::min<int64_t>(kChunk, k - first) / kUnit);
-    unpack_chunk<FORMAT, Kind<FORMAT>::is_signed, true>(chunk_of(FORMAT, tile, first), room);
+    unpacked.units = static_cast<int>(std::min<int64_t>(kChunk, k - first) / kUnit);
+    unpack_chunk<FORMAT, Kind<FORMAT>::is_signed, true>(chunk_of(FORMAT, tile, first), unpacked);
     by_blocks<kBlockRows>(rows, [&](auto r, int64_t row) {
       constexpr int R = decltype(r)::value;
-      add_bytes<FORMAT, R>(room, inputs_of<FORMAT>(x, row, first), sums + row * kTile);
+      add_bytes<FORMAT, R>(unpacked, inputs_of<FORMAT>(x, row, first), sums + row * kTile);
     });
   }
 }
 
 // Sets sums [rows, 16] to the dot products of rows of floats with a tile.
 inline void multiply_floats(const Matrix& m, const uint8_t* tile, const Rows& x, int64_t rows, Bytes& bytes,
-                            Floats& room, float* sums) {
+                            Floats& unpacked, float* sums) {
   std::memset(sums, 0, rows * kTile * sizeof(float));
   for (int64_t first = 0; first < m.k; first += kChunk) {
-    room.inputs = static_cast<int>(std::min<int64_t>(kChunk, m.k - first));
-    to_floats(m.format, tile, first, bytes, room);
+    unpacked.inputs = static_cast<int>(std::min<int64_t>(kChunk, m.k - first));
+    to_floats(m.format, tile, first, bytes, unpacked);
     by_blocks<kBlockRows>(rows, [&](auto r, int64_t row) {
       const float* from = x.x + row * x.stride + first;
-      add_floats<decltype(r)::value>(room, from, x.stride, sums + row * kTile);
+      add_floats<decltype(r)::value>(unpacked, from, x.stride, sums + row * kTile);
     });
   }
 }

@@ -1,9 +1,7 @@
 """Matrices for the native library: raw, as a file stores them, and packed in tiles."""
 
-import mmap
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
@@ -12,12 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medusa_cli.native.library import TILE, UNIT, Matrix, check, cpu_count, library, require
+from medusa_cli.native.pages import Bytes, aligned
 
-Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
-HUGE_PAGE = 2 << 20
-HAS_HUGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
 # The largest scale of MXFP4 by which all its numbers are finite in fp32.
 LARGEST_SCALE = 252
 
@@ -65,7 +61,7 @@ class Format(IntEnum):
         return inputs % self.block == 0
 
 
-# Where a block in a file holds fp16 scales.
+# The positions of the fp16 scales in a block of a file.
 SCALE_PLACES = {
     Format.Q4_0: (0,),
     Format.Q4_1: (0, 2),
@@ -129,9 +125,9 @@ class RawMatrix:
 
     @property
     def is_finite(self) -> bool:
-        """Returns False if a scale of a quantized matrix is not finite; floats are not looked at.
+        """Returns False if a scale of a quantized matrix is not finite; matrices of floats are not checked.
 
-        Rows of 8 bits would turn such a number into another one.
+        With 8-bit rows, such a number would become a finite one.
         """
         if self.format.is_float:
             return True
@@ -240,7 +236,7 @@ class PackedMatrix:
         return out
 
 
-# Some channels of a matrix [n, k] after others, each part with its bias [n], if there is one.
+# Consecutive parts of the channels of a matrix [n, k], each with its bias [n], if there is one.
 Parts = Iterable[tuple[Floats, Floats | None]]
 
 
@@ -280,24 +276,6 @@ def in_parts(count: int, work: Callable[[int, int], None]) -> None:
         return
     with ThreadPoolExecutor(cpu_count()) as pool:
         list(pool.map(lambda part: work(*part), parts))
-
-
-def aligned(size: int) -> Bytes:
-    """Returns `size` zero bytes that begin at a multiple of 64 bytes, on huge pages if there are any.
-
-    With small pages, looking up addresses takes a tenth of a pass.
-    """
-    if size < HUGE_PAGE or not HAS_HUGE_PAGES:
-        return _from_multiple(np.zeros(size + 64, np.uint8), 64, size)
-    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # the kernel may have been built without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return _from_multiple(np.frombuffer(memory, np.uint8), HUGE_PAGE, size)
-
-
-def _from_multiple(memory: Bytes, multiple: int, size: int) -> Bytes:
-    start = -memory.ctypes.data % multiple
-    return memory[start : start + size]
 
 
 def padded_floats(values: NDArray[Any]) -> Floats:

@@ -16,7 +16,7 @@ BITSANDBYTES = ("bnb.int8", "bnb.nf4")
 WORDS = {
     "dtype": ("auto", "bf16", "fp16", "fp32"),
     "engine": ("auto", "eager", "native", "torch"),
-    "rows": ("auto", "fp32", "int8"),
+    "activations": ("auto", "fp32", "int8"),
     "quantize": ("none", *INTEGER, *BITSANDBYTES),
     "kv": ("fp32", "fp16", "q8_0"),
 }
@@ -26,7 +26,7 @@ WORDS = {
 class LoadOptions:
     """Options for loading a model: device, number type, engine, quantization, and whether its own code may run.
 
-    rows: the number type of the states that are multiplied by quantized weights. kv: that of the
+    activations: their number type for matmuls with quantized weights. kv: the number type of the
     native engine's keys and values. exact: on a GPU, no draft changes a greedy answer.
     """
 
@@ -35,7 +35,7 @@ class LoadOptions:
     engine: str = "auto"
     quantize: str | None = None
     trust_remote_code: bool = False
-    rows: str = "auto"
+    activations: str = "auto"
     kv: str = "fp32"
     exact: bool = False
 
@@ -58,14 +58,14 @@ class LoadOptions:
 
         if self.exact and (self.engine in ("native", "eager") or self.kv != "fp32"):
             fault = "@exact needs the torch engine on a GPU"
-            raise UsageError(fault, "leave it out, or give @device cuda alone")
+            raise UsageError(fault, "leave it out, or give only @device cuda")
 
     @property
     def native_options(self) -> list[str]:
         """Returns the options of engines that pack the weights, with their values, such as "@kv fp16"."""
         given = {
             "quantize": self.quantize in INTEGER,
-            "rows": self.rows != "auto",
+            "activations": self.activations != "auto",
             "kv": self.kv != "fp32",
         }
         return [f"@{name} {getattr(self, name)}" for name, is_given in given.items() if is_given]
@@ -94,7 +94,7 @@ def as_trained(options: Options, drafter: Path | None) -> Options:
         )
         return replace(options, quantize=trained)
     log.warning(
-        f"{drafter} was trained on the model quantized by {trained}: its drafts, and an adapter beside it, fit other "
+        f"{drafter} was trained on the model quantized by {trained}: its drafts, and an adapter with it, fit other "
         f"weights less; @quantize {trained} loads those"
     )
     return options

@@ -71,14 +71,14 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             fault = "is empty" if data is None else "is not a mapping of keys"
             raise UserError(f"the recipe {path} {fault}", "write keys such as `train: {lr: 1e-3}`")
         for key, value in _flatten(data):
-            recipe = _with(recipe, _full(key, f"the recipe {path}"), value, path.parent)
+            recipe = _with(recipe, _full_name(key, f"the recipe {path}"), value, path.parent)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
             raise UsageError(
                 f"{shown(override)} is not an override", "write key=value, such as train.lr=1e-3"
             )
-        name = _full(key.strip(), "the command line")
+        name = _full_name(key.strip(), "the command line")
         text = text.strip()
         # Text stays text, however YAML would read it.
         whole = types()[name] in (str, str | None) and text != "null"
@@ -97,7 +97,7 @@ def _with(recipe: Recipe, key: str, value: Any, folder: Path | None = None) -> R
     return dataclasses.replace(recipe, **{section: value})
 
 
-def _full(key: str, source: str) -> str:
+def _full_name(key: str, source: str) -> str:
     """Returns the full name of a key; raises UsageError with the nearest known key for an unknown one."""
     key = "drafter.name" if key == "drafter" else key
     if key in types():
@@ -230,8 +230,7 @@ def recipe_of(
 
 def _recorded(run: Run) -> Provenance | None:
     """Returns what a run's drafter records of its training; None if the run has no drafter."""
-    has_drafter = (run.drafter_dir / "config.json").is_file()
-    return describe_drafter(run.drafter_dir).provenance if has_drafter else None
+    return describe_drafter(run.drafter_dir).provenance if run.has_drafter else None
 
 
 def _settings_of(origin: Run, asked: Mapping[str, str]) -> dict[str, str]:

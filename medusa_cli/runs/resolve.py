@@ -171,34 +171,17 @@ def choose(
     """
     named = None if drafter is None else _named(drafter)
     target = Run.open(run) if run else None
-    # Without a drafter of its own, a run has an adapter at most.
-    bare = target is not None and not (target.drafter_dir / "config.json").is_file()
-    if named is not None and named.run is not None and target is not None and not bare:
+    if named and named.run and target and target.has_drafter:
         raise UsageError("@run and @drafter both name a run", "leave one of them out")
     source = model or ModelSource.of(_model_for(named, target))
     asked = TreeChoice.parse(tree)
     plain = Choice(source, run=target, adapter=target.adapter if target else None, lookup=lookup)
     if not need_drafter:
         return plain
-
     default = target or shipped_for(source)
     if named is None:
-        if default is not None and not (bare and lookup):
-            return _with_drafter(plain, default.drafter_dir, default, asked)
-        if lookup:
-            if tree is not None and asked.kind != "auto":
-                raise UsageError(f"@tree {tree} has no effect without a drafter", "leave it out")
-            return plain
-        raise _no_drafter(plain)
-
-    folder = named.folder or mtp_layer.own_drafter(source)
-    if default is not None and folder.resolve() == default.drafter_dir.resolve():
-        return _with_drafter(plain, folder, default, asked)
-    # The adapter of a run with its own drafter and the tree that ships do not fit another drafter.
-    home = named.run
-    owner = target if bare else home
-    plain = replace(plain, adapter=owner.adapter if owner else None, home=home)
-    return _with_drafter(plain, folder, home or target, asked)
+        return _with_default(plain, default, asked)
+    return _with_named(plain, named, default, asked)
 
 
 @dataclass(frozen=True)
@@ -220,6 +203,30 @@ def _model_for(named: _Named | None, target: Run | None) -> str:
     return (owner.model if owner else None) or _model_of(folder) or DEFAULT_MODEL
 
 
+def _with_default(plain: Choice, default: Run | None, asked: TreeChoice) -> Choice:
+    """Returns a choice with the drafter of the run, or with the one that ships; without one, n-grams must be on."""
+    # A run without a drafter is an error, unless n-gram matches are drafted instead.
+    if default is not None and (default.has_drafter or not plain.lookup):
+        return _with_drafter(plain, default.drafter_dir, default, asked)
+    if not plain.lookup:
+        raise _no_drafter(plain)
+    if asked.kind != "auto":
+        raise UsageError(f"@tree {asked} has no effect without a drafter", "leave it out")
+    return plain
+
+
+def _with_named(plain: Choice, named: _Named, default: Run | None, asked: TreeChoice) -> Choice:
+    """Returns a choice with a drafter that was given by name."""
+    folder = named.folder or mtp_layer.own_drafter(plain.source)
+    if default is not None and folder.resolve() == default.drafter_dir.resolve():
+        return _with_drafter(plain, folder, default, asked)
+    # The adapter of a run with its own drafter and the tree that ships do not fit another drafter.
+    home = named.run
+    owner = home if plain.run is None or plain.run.has_drafter else plain.run
+    plain = replace(plain, adapter=owner.adapter if owner else None, home=home)
+    return _with_drafter(plain, folder, home or plain.run, asked)
+
+
 def _with_drafter(plain: Choice, folder: Path, source: Run | None, asked: TreeChoice) -> Choice:
     """Returns a choice with a drafter, and with the tree and calibration of the run `source`."""
     if not (folder / "config.json").is_file():
@@ -235,9 +242,9 @@ def _with_drafter(plain: Choice, folder: Path, source: Run | None, asked: TreeCh
 
 
 def shipped_for(model: ModelSource) -> Run | None:
-    """Returns the drafter that ships for a model, given by its name or by that of a file, folder or hub id.
+    """Returns the drafter that ships for a model, found by its name, or by that of its file, folder or hub id.
 
-    The latter must have the drafter's shape.
+    In the second case, the model must have the drafter's shape.
     """
     if (named := Run.pretrained(model.name)) is not None:
         return named

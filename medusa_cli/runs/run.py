@@ -102,7 +102,7 @@ class DrafterConfig:
 
 
 def few_positions(own: int, models: int) -> str:
-    """Returns the words for a drafter that was made for fewer positions than its model."""
+    """Returns a warning about a drafter that was made for fewer positions than its model."""
     return (
         f"the drafter's config counts {own:,} positions (max_position_embeddings), the model {models:,}: in longer "
         "texts, fewer of its drafts may be right"
@@ -310,7 +310,7 @@ class Run:
 
     @classmethod
     def shipped_by_name(cls, model: str) -> "Run | None":
-        """Returns the shipped drafter with whose name a file, a folder or a hub id begins, if there is one.
+        """Returns the shipped drafter whose name is the beginning of a file's, a folder's or a hub id's name.
 
         Qwen/Qwen2.5-Coder-0.5B-Instruct begins with qwen2.5-coder-0.5b.
         """
@@ -325,6 +325,11 @@ class Run:
         trained = cls(cls.folder(name)).drafter_dir.is_dir()
         shipped = None if trained else cls.pretrained(name)
         return shipped or cls.open(name, named="@from")
+
+    @property
+    def has_drafter(self) -> bool:
+        """Returns True if the run holds a drafter."""
+        return (self.drafter_dir / "config.json").is_file()
 
     @property
     def owner(self) -> dict[str, Any] | None:
@@ -358,7 +363,7 @@ class Run:
     def recorded_model(self) -> str | None:
         """Returns the name of the run's model as its files state it, or None."""
         owner = self.owner or Run(self.data_path.parent).owner
-        if owner is None and (self.drafter_dir / "config.json").is_file():
+        if owner is None and self.has_drafter:
             owner = describe_drafter(self.drafter_dir).provenance.identity
         name = (owner or {}).get("id")
         return name if isinstance(name, str) else None

@@ -148,7 +148,7 @@ class Message(Strict):
     """A turn of a conversation. refusal: used if there is no content. function_call: a call in OpenAI's old format."""
 
     place = "messages[]."
-    unserved = {"reasoning": neutral.beside("reasoning_content")}
+    unserved = {"reasoning": neutral.unless_given("reasoning_content")}
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content[TextPart] | None = None
     reasoning_content: str | None = Field(
@@ -269,7 +269,7 @@ class Conversation(TemplateOptions):
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """Returns the tools that the model is told about."""
+        """Returns the tools that are described to the model."""
         return [tool.plain for tool in self.tools or ()]
 
 

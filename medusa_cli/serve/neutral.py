@@ -1,7 +1,7 @@
 """Request fields that would change the answer and are not served, with the values that change nothing.
 
 Clients send fields of many servers. A field that no model declares is ignored, and named in the log
-and in a header of the response, unless it is in one of these tables: then a value that would change
+and in a header of the response. If the field is in one of these tables, a value that would change
 the answer is refused by name.
 """
 
@@ -37,7 +37,7 @@ def only(*values: Any) -> Check:
     return check
 
 
-def beside(field: str) -> Check:
+def unless_given(field: str) -> Check:
     """Returns a check that accepts any value if another field is given, which is used instead."""
 
     def check(value: Any, fields: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from medusa_cli.runs.recipe import Recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import setup
 from medusa_cli.train.loop import Trainer
-from medusa_cli.train.losses import lambda_0
+from medusa_cli.train.schedules import lambda_0
 
 SAMPLED = 2  # steps; the first one is a warm-up
 FORWARD = 1 / 3  # share of a step's time spent in the forward pass

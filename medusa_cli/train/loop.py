@@ -1,4 +1,4 @@
-"""The training loop: batches, optimizer, learning rate, validation and checkpoints."""
+"""The training loop: batches, optimizer, validation and checkpoints."""
 
 import itertools
 import math
@@ -25,6 +25,7 @@ from medusa_cli.runs.run import Run
 from medusa_cli.train import checkpoint as checkpoints
 from medusa_cli.train.log import Logged, Saved, Stepped, Validated
 from medusa_cli.train.losses import BatchLoss, stage_1_loss, stage_2_loss
+from medusa_cli.train.schedules import learning_rate, peak_rates
 
 CLIP = 1.0  # maximum norm of the gradient
 # Positions between returns of freed memory to the system.
@@ -53,10 +54,10 @@ class Trainer:
 
     The drafter is converted to fp32 (master weights) and computes in the recipe's dtype. With
     `resume`, training continues from the run's checkpoint, with the same batches and learning rates
-    as without the interruption. seconds_left: returns the time for the rest of the training, which
-    leaves out the last steps if they would take longer, and ends with low learning rates even so.
-    If there are several processes, each takes a share of every step's micro-batches. A step is
-    therefore the same for any number of processes.
+    as without the interruption. seconds_left: returns the time for the rest of the training. The
+    last steps are left out if they would take longer; the learning rate falls even then. If there
+    are several processes, each takes a share of every step's micro-batches. A step is therefore the
+    same for any number of processes.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Trainer:
         heads = list(trained_weights(drafter).values())
         slow = list(self.weights.values())
         self.parameters = [*heads, *slow]
-        # No token may reach some experts of an MTP layer, and stage 2 may train the heads alone.
+        # Some experts of an MTP layer may get no token, and stage 2 may train only the heads.
         unused = train.stage == 2 or isinstance(drafter, Mtp)
         objective = _Objective(self.parameters, self._loss)
         self.objective = self.world.exchanging(objective, unused=unused)
@@ -153,7 +154,7 @@ class Trainer:
         yield Saved(self.step)
 
     def _fit(self, step_s: float) -> None:
-        """Leaves out the steps that do not fit in the time that is left, at the present duration of steps."""
+        """Leaves out the steps that do not fit in the remaining time, if steps take as long as now."""
         if self.seconds_left is not None:
             last = self.step + max(0, int(self.seconds_left() / step_s))
             del self.groups[last:], self.sizes[last:]
@@ -172,7 +173,7 @@ class Trainer:
             )
             with self.world.sharing_gradients(self.objective, place == len(batches)):
                 loss = self.objective(items)
-                # Every token has the same weight, whatever its micro-batch.
+                # Every token has the same weight in all micro-batches.
                 share = positions_of(items) / size if counts else 0.0
                 (loss.total * (share * self.world.size)).backward()
             if counts:
@@ -348,16 +349,6 @@ class Trainer:
             self.best = best.step, best.acceptance
 
 
-def peak_rates(drafter: HeadDrafter, train: TrainRecipe) -> list[float]:
-    """Returns the peak learning rates of the heads and the backbone.
-
-    By default, the heads have the rate of their drafter kind, and the backbone a quarter of the
-    heads' rate.
-    """
-    heads = drafter.learning_rate if train.lr is None else train.lr
-    return [heads, heads / 4 if train.backbone_lr is None else train.backbone_lr]
-
-
 def optimizer_of(
     groups: list[list[nn.Parameter]], rates: list[float], train: TrainRecipe, device: str
 ) -> torch.optim.Optimizer:
@@ -370,18 +361,6 @@ def optimizer_of(
     return torch.optim.AdamW(
         settings, betas=BETAS, weight_decay=0.0, fused=device in ("cpu", "cuda")
     )
-
-
-def learning_rate(step: int, steps: int, *, min_ratio: float, warmup: int) -> float:
-    """Returns the fraction of the peak learning rate at step `step` (from 0) of `steps`.
-
-    The warm-up takes at most a tenth of the steps.
-    """
-    warmup = min(warmup, steps // 10)
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    done = (step - warmup) / max(1, steps - 1 - warmup)
-    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 def read(losses: Sequence[BatchLoss], *others: Tensor) -> tuple[list[dict[str, Any]], list[float]]:

@@ -25,6 +25,7 @@ from medusa_cli.train.fused_linear import (
     linear_loss,
     rows_at_once,
 )
+from medusa_cli.train.schedules import lambda_0
 
 # Rows of full-vocabulary logits processed at once: 64 x 49,152 in fp32 are 12 MB, which stay in the
 # CPU's cache. Each block reads the whole lm_head, so a GPU takes larger ones.
@@ -54,11 +55,6 @@ class BatchLoss:
     learned: Tensor
     positions: int
     parts: dict[str, Tensor | float]
-
-    @property
-    def per_head(self) -> Tensor:
-        """Returns each head's mean loss [K]."""
-        return self.by_head * self.scale.to(self.by_head.device) / self.learned.clamp(min=1)
 
     @property
     def figures(self) -> Tensor:
@@ -192,23 +188,6 @@ def model_loss(
     rows = LM_ROWS if states.device.type == "cpu" else GPU_LM_ROWS
     total = blockwise_loss(loss, logits, states, weights, rows) / count
     return total, {key: value / count for key, value in cost.items()}
-
-
-def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tuple[float, bool]:
-    """Returns the weight of the heads' loss, and True if the backbone is trained (Medusa, section 3.2.2).
-
-    progress: the fraction of the training that is done. constant: the peak throughout. warmup: only
-    the heads are trained for the first `share` of the training, or throughout if `share` is 1.
-    After that, the weight rises linearly to its peak. sine: the weight rises to its peak along a
-    quarter of a sine wave.
-    """
-    if schedule == "constant":
-        return peak, True
-    if schedule == "sine":
-        return peak * math.sin(0.5 * math.pi * progress), True
-    if progress < share or share == 1:
-        return 1.0, False
-    return peak * (progress - share) / (1 - share), True
 
 
 def drafter_loss(

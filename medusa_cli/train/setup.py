@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.data.packing import Dataset, frequent_tokens, read_dataset
+from medusa_cli.data.draft_vocabulary import frequent_tokens
+from medusa_cli.data.packing import Dataset, read_dataset
 from medusa_cli.device import has_bf16
 from medusa_cli.drafters import DRAFTERS
 from medusa_cli.drafters.heads import HeadDrafter
@@ -31,7 +32,7 @@ from medusa_cli.runs.run import Run, check_backbone, describe_drafter, rounding_
 IGNORED_JOINTLY = {
     "quantize": INTEGER,
     "engine": ("native", "torch"),
-    "rows": ("fp32", "int8"),
+    "activations": ("fp32", "int8"),
     "kv": ("fp16", "q8_0"),
     "exact": (True,),
 }
@@ -58,7 +59,7 @@ def runs_model(kind: type[HeadDrafter] | HeadDrafter, train: TrainRecipe) -> boo
 def needs_network(kind: type[HeadDrafter], train: TrainRecipe, options: LoadOptions) -> bool:
     """Returns True if stage 1 runs the network's own layers.
 
-    On a GPU, the torch engine also runs whole conversations, in a third of the operations.
+    On a GPU, the torch engine can also run whole conversations, in a third of the operations.
     """
     on_cpu = torch.device(resolve_device(options.device)).type == "cpu"
     return kind.uses_verify_pass or (runs_model(kind, train) and on_cpu)
@@ -188,8 +189,8 @@ def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -
 def options_for(kind: type[HeadDrafter], train: TrainRecipe, options: LoadOptions) -> LoadOptions:
     """Returns the options with which to load the backbone.
 
-    If stage 1 runs the network's own layers, the engine is eager. Raises UsageError if another one,
-    or a quantization that needs another one, was requested in that case.
+    If stage 1 runs the network's own layers, the engine is eager. Raises UsageError in that case if
+    another engine, or a quantization that needs another engine, was requested.
     """
     if not needs_network(kind, train, options):
         return options
@@ -372,7 +373,7 @@ def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool
     stage 2 heads are copied too, with the adapter that they belong to. The new drafter may have
     more prefix layers and more blocks per head, because new ones have no effect yet.
     """
-    if not (run.drafter_dir / "config.json").is_file():
+    if not run.has_drafter:
         return False
     identity = describe_drafter(run.drafter_dir).provenance.identity
     learned = identity.get("adapter")

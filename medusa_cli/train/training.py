@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.data.conversation import Conversation, check_conversations
-from medusa_cli.data.packing import Dataset, coverage, read_dataset
+from medusa_cli.data.draft_vocabulary import coverage
+from medusa_cli.data.packing import Dataset, read_dataset
 from medusa_cli.data.states import with_hidden_states
 from medusa_cli.data.vllm_states import with_vllm_states
 from medusa_cli.device import keep_freed_memory
@@ -252,7 +253,7 @@ def _warn_of_short_answers(name: str, items: Sequence[Conversation], heads: int)
 
 
 def _report(event: Validated) -> None:
-    """Logs a validation; in stage 2 also how far the model has moved, with a warning if that is too far."""
+    """Logs a validation; in stage 2 also the changes of the model, with a warning if they are too large."""
     text = f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {shares(event.accuracies)}, "
     text += f"simulated {event.acceptance:.2f} tokens per step"
     parts = event.parts
@@ -315,7 +316,7 @@ def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
     elif train.stage == 2:
         adapter.save(backbone.model, run.adapter_dir, identity["id"])
         identity["adapter"] = adapter.digest(run.adapter_dir)
-    elif run.adapter is not None:  # it belonged to the drafter that is being replaced
+    elif run.adapter is not None:  # the adapter belonged to the drafter that is being replaced
         shutil.rmtree(run.adapter_dir)
 
     dataset = trainer.dataset
@@ -344,7 +345,7 @@ def _copy_conversations(source: Path, run: Run) -> None:
 
 @without_progress_bars()
 def _tuned_run(backbone: Backbone, run: Run) -> tuple[Run, dict[str, Any]]:
-    """Saves a fully tuned model in a run of its own, RUN/tuned; returns that run and the model's identity.
+    """Saves a fully tuned model in a separate run, RUN/tuned; returns that run and the model's identity.
 
     The run is separate because the tuned model is a different model.
     """

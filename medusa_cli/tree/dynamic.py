@@ -1,4 +1,4 @@
-"""Dynamic trees, which grow level by level in each step: their limits, and what their growth costs."""
+"""Dynamic trees, which grow level by level in each step: their limits, and the cost of growth."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from medusa_cli.tree.tree import Tree
 
 @dataclass(frozen=True)
 class Prices:
-    """Holds what drafting costs, in draft tokens that must be accepted to pay for it.
+    """Holds the costs of drafting, in draft tokens that must be accepted to make up for them.
 
     passes: the cost of a pass over 1, 2, .. nodes per sequence, compared to the root alone. levels:
     the cost of drafting 1, 2, .. levels. hits: the probability that a head's best guess is right.
@@ -19,12 +19,12 @@ class Prices:
     levels: tuple[float, ...]
     hits: tuple[float, ...]
 
-    def beside(self, rows: int) -> "Prices":
+    def with_rows(self, rows: int) -> "Prices":
         """Returns the prices in a pass that has `rows` more rows."""
         return replace(self, passes=self.passes[rows:])
 
     def best_size(self, chances: Sequence[Sequence[float]]) -> int:
-        """Returns the number of nodes per sequence for which the most is accepted beyond its price.
+        """Returns the number of nodes per sequence with the highest expected acceptance, less their price.
 
         chances: for each sequence, the probabilities of acceptance of its nodes below the root,
         highest first.
@@ -61,8 +61,8 @@ class Prices:
 class DynamicTree:
     """Limits a tree that grows in each step: at most `budget` nodes including the root.
 
-    A head's confidences are its softmax at a temperature of its own (1 by default), which
-    `calibrate` fits. With prices, the tree grows only as far as it pays.
+    A head's confidences are its softmax at its own temperature (1 by default), which `calibrate`
+    fits. With prices, the tree grows only as long as that pays.
     """
 
     budget: int

@@ -1,11 +1,11 @@
 """Faithfulness and time of keys and values in fewer bits, against those in fp32.
 
-    python -m tests.bench.kv [MODEL] [--rows fp32] [--positions N] [--contexts N,N] [--text FILE ...]
+    python -m tests.bench.kv [MODEL] [--activations fp32] [--positions N] [--contexts N,N] [--text FILE ...]
 
 Prints the mean and largest KL of the next token's distribution over the positions of a text, how often both take the
 same greedy token, and the milliseconds of processor time that one thread takes for a step of 1, 8 and 64 rows after
-each context. The text is this project's documentation unless files are given. With --rows int8, any difference grows to
-that of rounding activations.
+each context. The text is this project's documentation unless files are given. With --activations int8, any difference
+grows to that of rounding activations.
 """
 
 import argparse
@@ -31,13 +31,13 @@ REPEATS = 5
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    words.add_argument("--rows", default="fp32")
+    words.add_argument("--activations", default="fp32")
     words.add_argument("--positions", type=int, default=2000)
     words.add_argument("--contexts", default="1024,8192,16384")
     docs = Path(__file__).parent.parent.parent / "docs"
     words.add_argument("--text", nargs="+", type=Path, default=sorted(docs.glob("*.md")))
     given = words.parse_args()
-    backbone = load_backbone(given.model, LoadOptions(rows=given.rows))
+    backbone = load_backbone(given.model, LoadOptions(activations=given.activations))
     engines = dict(engines_of(backbone))
     text = "".join(path.read_text(encoding="utf-8") for path in given.text)
     if given.positions:

@@ -1,4 +1,4 @@
-"""The sampling parameters of a request."""
+"""The sampling options of a request."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@
 namespace medusa {
 namespace ISA {
 
-// The most numbers of a head, as in head_norm.
+// The maximum number of floats in a head, as in head_norm.
 constexpr int64_t kMostDim = 1024;
 
 // One head's columns.
@@ -66,25 +66,26 @@ inline void write_column(const Columns& own, int64_t column, const float* key, c
   round_head(own.format, x, value_dim, row);
 }
 
-// Returns the keys [tiles, dim, 16] of some tiles as floats, which are converted into `room` if they are halves.
-inline const float* float_keys(const Columns& own, int64_t dim, int64_t first, int64_t tiles, float* room) {
+// Returns the keys [tiles, dim, 16] of some tiles as floats, which are converted into `buffer` if they are
+// halves.
+inline const float* float_keys(const Columns& own, int64_t dim, int64_t first, int64_t tiles, float* buffer) {
   const uint8_t* keys = own.keys + first * kTile * key_bytes(own.format, dim);
   if (own.format == F32) return reinterpret_cast<const float*>(keys);
   const auto* halves = reinterpret_cast<const uint16_t*>(keys);
-  for (int64_t i = 0; i < tiles * dim * kTile; i += 16) store(room + i, load_half(halves + i));
-  return room;
+  for (int64_t i = 0; i < tiles * dim * kTile; i += 16) store(buffer + i, load_half(halves + i));
+  return buffer;
 }
 
-// Returns the values [count, dim padded to 16 or 32] of some columns as floats, which are converted into `room` if
-// their type is another one.
-inline const float* float_values(const Columns& own, int64_t dim, int64_t first, int64_t count, float* room) {
+// Returns the values [count, dim padded to 16 or 32] of some columns as floats, which are converted into `buffer`
+// unless they are floats already.
+inline const float* float_values(const Columns& own, int64_t dim, int64_t first, int64_t count, float* buffer) {
   const int64_t wide = value_numbers(own.format, dim);
   const uint8_t* values = own.values + first * value_bytes(own.format, dim);
   if (own.format == F32) return reinterpret_cast<const float*>(values);
   if (own.format == F16) {
     const auto* halves = reinterpret_cast<const uint16_t*>(values);
-    for (int64_t i = 0; i < count * wide; i += 16) store(room + i, load_half(halves + i));
-    return room;
+    for (int64_t i = 0; i < count * wide; i += 16) store(buffer + i, load_half(halves + i));
+    return buffer;
   }
   constexpr int64_t block = info(Q8_0).file_bytes;
   for (int64_t i = 0; i < count * wide; i += kUnit, values += block) {
@@ -92,10 +93,10 @@ inline const float* float_values(const Columns& own, int64_t dim, int64_t first,
     std::memcpy(&half, values, 2);
     const F scale = set_half(half);
     const auto* q = reinterpret_cast<const int8_t*>(values + 2);
-    store(room + i, mul(load_i8(q), scale));
-    store(room + i + 16, mul(load_i8(q + 16), scale));
+    store(buffer + i, mul(load_i8(q), scale));
+    store(buffer + i + 16, mul(load_i8(q + 16), scale));
   }
-  return room;
+  return buffer;
 }
 
 }  // namespace ISA

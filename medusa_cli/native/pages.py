@@ -1,15 +1,40 @@
-"""Tensors of zeros whose pages take memory only from the time when they are written, and can be given back."""
+"""Memory by pages: huge pages for weights, and zeros that take memory only from the time when they are written."""
 
 import ctypes
 import math
 import mmap
 import sys
+from contextlib import suppress
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-# A mapping larger than the free memory is no fault, as most of its pages are never written.
+Bytes = NDArray[np.uint8]
+
+HUGE_PAGE = 2 << 20
+HAS_HUGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
+# A mapping may be larger than the free memory, as most of its pages are never written.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+
+
+def aligned(size: int) -> Bytes:
+    """Returns `size` zero bytes that begin at a multiple of 64 bytes, on huge pages if there are any.
+
+    With small pages, looking up addresses takes a tenth of a pass.
+    """
+    if size < HUGE_PAGE or not HAS_HUGE_PAGES:
+        return _from_multiple(np.zeros(size + 64, np.uint8), 64, size)
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # the kernel may have been built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return _from_multiple(np.frombuffer(memory, np.uint8), HUGE_PAGE, size)
+
+
+def _from_multiple(memory: Bytes, multiple: int, size: int) -> Bytes:
+    start = -memory.ctypes.data % multiple
+    return memory[start : start + size]
 
 
 def lazy_zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

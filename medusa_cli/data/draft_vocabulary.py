@@ -1,0 +1,28 @@
+"""The draft vocabulary: the tokens that occur in most texts, and the share of answers that it covers."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def frequent_tokens(
+    texts: Sequence[Tensor], size: int, vocab_size: int, known: Tensor | None = None
+) -> Tensor:
+    """Returns the `size` tokens that occur in the largest number of texts [size], with ties broken by id.
+
+    Of equally frequent tokens, those in an earlier vocabulary `known` come first. The total number
+    of occurrences would be misleading, because a repetitive answer can contain one rare token a
+    hundred times.
+    """
+    counts = torch.bincount(torch.cat([text.unique() for text in texts]), minlength=vocab_size)
+    if known is not None:
+        counts *= 2
+        counts[known.cpu()] += 1
+    return counts.argsort(descending=True, stable=True)[:size]
+
+
+def coverage(ids: Tensor, answers: Sequence[Tensor]) -> float:
+    """Returns the share of answer tokens that are in the vocabulary `ids`."""
+    counts = torch.bincount(torch.cat(list(answers)), minlength=int(ids.max()) + 1)
+    return float(counts[ids.cpu()].sum() / counts.sum())
