@@ -1,6 +1,7 @@
 """Makes any Hugging Face causal LM decode several tokens per step, with the same output."""
 
-# Type checkers take it for typing's, which would be imported before the first line that handles Ctrl-C.
+# Type checkers take this for typing.TYPE_CHECKING. Importing typing would take time before Ctrl-C
+# is handled.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from medusa_cli.api import Medusa

@@ -13,11 +13,11 @@ def main() -> None:
         main()
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
-        sys.exit(130)  # errors.INTERRUPTED, whose module may be what was being imported
+        sys.exit(130)  # errors.INTERRUPTED; Ctrl-C may have interrupted the import of its module
 
 
 def _open_closed_streams() -> None:
-    """Opens /dev/null in the place of closed standard streams, whose numbers other files would take."""
+    """Opens /dev/null for closed standard streams, because other files would get their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115

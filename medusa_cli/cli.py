@@ -24,7 +24,7 @@ from medusa_cli.files import process
 from medusa_cli.files.cpus import limit_threads
 
 # Each command is a function in the file of the same name in commands/. If the name is a Python
-# keyword, an underscore follows it there.
+# keyword, an underscore follows it in Python.
 COMMANDS = {
     "distill": "make training data in the model's own words",
     "train": "train a drafter on it",

@@ -71,8 +71,8 @@ class Screen(Console):
 
 
 out, err = Screen(), Screen(stderr=True)
-# column: the cursor's column after streamed text
-# Loggers whose hints are of no use here: about kernels that a CPU does not need, and about configs that are read right.
+# column: the cursor's column after streamed text Loggers whose hints do not help: they are about
+# kernels that a CPU does not need, and about configs that are read correctly.
 HINTS = ("bitsandbytes", "transformers.integrations.heterogeneity")
 _mode = SimpleNamespace(quiet=False, json=False, column=0)
 

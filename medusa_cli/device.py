@@ -19,9 +19,9 @@ from medusa_cli.files.cpus import control_groups, sysctl
 
 # Bytes copied to measure the memory bandwidth.
 COPIED_BYTES = 256 * 2**20
-# The same on a GPU, where a copy of fewer bytes takes little longer than its launch.
+# The same on a GPU. A copy of fewer bytes would take little longer than its launch.
 GPU_COPIED_BYTES = 2 * 2**30
-# As many numbers from 0 on stay on each device: as many as the rows of a pass that a graph runs, and more.
+# Each device keeps the numbers from 0 to this size, which exceeds the rows of a graph's pass.
 NUMBERS = 1024
 # From glibc's malloc.h. glibc limits the mmap threshold to 32 MB and the trim threshold to an int.
 M_TRIM_THRESHOLD = -1
@@ -32,8 +32,9 @@ log = logging.getLogger(__name__)
 _STATUS = Path("/proc/self/status")
 _SYSTEM = Path("/proc/meminfo")
 _CPUS = Path("/proc/cpuinfo")
-# The files of a control group: the limit, the memory in use, and the name in memory.stat of the page cache that is
-# released when needed, which counts as used. Of versions 2 and 1.
+# The files of a control group (versions 2 and 1): the limit, the memory in use, and a name in
+# memory.stat. That name is the part of the page cache that counts as used, but is released when
+# needed.
 _LIMITS = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -54,7 +55,7 @@ def upload(
 
 
 def numbered(count: int, device: torch.device) -> Tensor:
-    """Returns 0 .. count - 1 on a device, a view of numbers that are there already, if it can.
+    """Returns 0 .. count - 1 on a device, if possible as a view of numbers that the device keeps.
 
     On a GPU, making a tensor takes a kernel. The first call must not fall within the capture of a CUDA graph.
     """
@@ -122,7 +123,8 @@ def has_cuda() -> bool:
         return False
     try:
         torch.ones(1, device="cuda").sum().item()
-    except torch.OutOfMemoryError:  # another program has it, which is said when the model is loaded
+    # another program uses the memory; loading the model reports that
+    except torch.OutOfMemoryError:
         return True
     except (RuntimeError, AssertionError) as reason:  # such as "no kernel image is available"
         log.warning("the GPU cannot run this torch's kernels (%s)", first_line(reason))
@@ -209,7 +211,7 @@ def processor() -> str:
     for key in ("model name", "Model"):
         if (name := facts.get(key, "")) and not name.isdigit():
             return name
-    # Linux on ARM tells numbers: those of the maker and of the core.
+    # Linux on ARM states the numbers of the maker and of the core.
     if part := facts.get("CPU part"):
         return f"ARM {facts.get('CPU implementer', '')} {part}"
     brand = sysctl("machdep.cpu.brand_string")

@@ -14,7 +14,7 @@ from typing import Any
 # Exit codes are 1 for errors, 2 for a wrong command line, and the shell's codes for signals.
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 OUT_OF_MEMORY = "out of memory; use a smaller batch, a smaller model, or @quantize bnb.nf4"
-LONGEST = 600  # characters of a message: five lines of 120, whatever values and paths it contains
+LONGEST = 600  # characters of a message, with any values and paths: five lines of 120
 # Matches @name only as a separate word or after a bracket, so that addresses, paths and quoted text
 # stay unchanged.
 _SETTING = re.compile(r"(?<![^\s(\[])@([a-z]\w*)(?!\w|[/@]|[.-]\w)")
@@ -56,13 +56,13 @@ def in_flags(text: str) -> str:
 
 
 def is_out_of_memory(reason: BaseException) -> bool:
-    """Returns True for an error that says that the system, or a device, gave no more memory."""
+    """Returns True for an error that reports that the system or a device refused memory."""
     # torch has two such types besides Python's, but must not be imported here.
     names = {kind.__name__ for kind in type(reason).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator" in str(reason)
 
 
-# What to do where a model cannot run the extra rows of FIRP.
+# The remedy for a model that cannot run the extra rows of FIRP.
 OTHER_THAN_FIRP = "use a drafter other than firp, such as drafter=hydra"
 
 

@@ -23,7 +23,7 @@ from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.io import load_tree, tree_provenance
 from medusa_cli.tree.search import SizedTree, StepTimes, budgets, largest, search
 
-# The largest tree that grows where it pays.
+# The nodes of the largest tree that grows during a step.
 MAX_GROWN_NODES = 32
 # Number of draft tokens with `--tree auto` if the drafter has neither a calibration nor a tree.
 CHAIN = 3
@@ -142,8 +142,8 @@ def load_drafting(
 ) -> tuple[Drafter | None, DraftPolicy]:
     """Loads the chosen drafter and creates its policy; without a drafter, the policy drafts only n-gram matches.
 
-    N-gram matches are not worth their cost with FIRP, where each node needs extra rows. Warns if they were requested
-    nevertheless. Raises UserError if the drafter and the tree do not fit together.
+    With FIRP, each node needs extra rows, so n-gram matches cost more than they gain. Warns if they
+    were requested nevertheless. Raises UserError if the drafter and the tree do not fit together.
     """
     drafter = None if choice.drafter is None else load_drafter(choice.drafter, backbone)
     if drafter is not None and tree == Tree.root_only() and choice.tree.kind == "auto":
@@ -172,8 +172,8 @@ def _adaptive_policy(
 ) -> AdaptivePolicy:
     """Returns the policy for `--tree auto`, based on the step times of this machine.
 
-    Trees grow if the drafter's confidences were calibrated. In a CUDA graph they cannot, and FIRP's depth is decided
-    one step earlier.
+    Trees grow if the drafter's confidences were calibrated. Two kinds do not: trees in a CUDA
+    graph, and those of FIRP, whose depth is decided one step earlier.
     """
     stamp = None if choice.drafter is None else stamp_of(choice.drafter)
     step_times = step_times_for(backbone, drafter, stamp, show=show)

@@ -20,7 +20,7 @@ PATH = (0, 2, 5)
 
 
 def logits_digest(backbone: Backbone) -> str:
-    """Returns the digest of the logits for a prompt, a tree of which a path is kept, and one more token."""
+    """Returns the digest of the logits for a prompt, for a tree from which a path is kept, and for one more token."""
     cache = backbone.engine.new_cache()
     digest = sha256()
     plans = (

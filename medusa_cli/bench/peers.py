@@ -133,7 +133,7 @@ def llama_method(name: str, gguf: Path, backbone: Backbone, cached: bool = False
     address = _llama_server(name, gguf, backbone)
     kind = {"Content-Type": "application/json"}
     options = {"temperature": 0.0, "top_k": 1, "cache_prompt": cached, "return_tokens": True}
-    # The server is on this machine: no proxy leads to it.
+    # The server is on this machine, so no proxy must be used.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def answer(
@@ -181,7 +181,8 @@ def server_method(name: str, url: str, backbone: Backbone, cached: bool = False)
             "temperature": 0,
             "return_token_ids": True,
             "stream": True,
-            # All methods read each prompt from its start; llama.cpp's server would reuse the last one.
+            # All methods read each prompt from its start; llama.cpp's server would reuse the last
+            # prompt.
             "cache_prompt": cached,
         }
         text = ""
@@ -237,7 +238,7 @@ def _stream(name: str, url: str, body: dict[str, Any]) -> Iterator[dict[str, Any
             data = line.removeprefix(b"data:").strip()
             if data == line.strip() or data == b"[DONE]":
                 continue
-            # The last chunk may hold usage alone.
+            # The last chunk may hold only the usage.
             for choice in json.loads(data).get("choices", [])[:1]:
                 count += 1
                 yield choice

@@ -244,7 +244,7 @@ def gains_table(document: Document) -> tuple[list[str], list[list[str]]]:
 
 
 def parts_table(document: Document) -> tuple[list[str], list[list[str]]]:
-    """Returns the header and rows of the table that tells prompts and generation apart; no rows if none is known."""
+    """Returns the header and rows of the table of prompts and generation; no rows without figures."""
     rows = [
         [
             name,
@@ -260,7 +260,7 @@ def parts_table(document: Document) -> tuple[list[str], list[list[str]]]:
 
 
 def turns_table(document: Document) -> tuple[list[str], list[list[str]]]:
-    """Returns the header and rows of the table of times to the first token by turn; no rows if none is known."""
+    """Returns the header and rows of the table of times to the first token by turn; no rows without figures."""
     rows = []
     for name, figures in document["methods"].items():
         if turns := figures.get("by_turn"):

@@ -80,7 +80,7 @@ def check(base: Bench, axis: str, values: Sequence[float]) -> None:
     """Raises UsageError for methods that cannot be swept, and for values that are not valid."""
     if "medusa" not in base.drafts or not METHODS.issuperset(base.methods):
         text = f"@methods {','.join(base.methods)} cannot be swept"
-        raise UsageError(text, "use medusa, and hf, hf-lookup or ar beside it")
+        raise UsageError(text, "use medusa, and hf, hf-lookup or ar with it")
     if axis == "nodes":
         limit = min(largest(_accuracies(base.drafts["medusa"])), MAX_NODES)
         if max(values) > limit:

@@ -163,7 +163,7 @@ def bench(
     document = sweeps.sweep(what, sweep, points, folder, answer_bar)
     show_sweep(document)
     console.result(
-        f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench"
+        f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it next to the run's bench"
     )
     if printing.json:
         console.emit_json(document)
@@ -184,7 +184,7 @@ def _measure(what: "Bench", folder: Path, judging: JudgeFlags, report: bool, jso
             written = write_report({folder.parent.name: path}, path.with_suffix(".html"))
             console.result("\n".join(f"saved: {file}" for file in written))
     finally:
-        # A folder that cannot be written, or a judge that does not answer, must not cost what was measured.
+        # The measurement must not be lost if a folder cannot be written or a judge does not answer.
         if json:
             console.emit_json(document)
 

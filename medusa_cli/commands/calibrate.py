@@ -20,8 +20,8 @@ from medusa_cli.runs.run import DEFAULT_RUN, Run, sole_writer
 
 _DATA = "Conversations that training did not use. [default: those held out in training]"
 _OUTPUT = (
-    "Where to save it. [default: the run's calibration.json; nowhere with --drafter, or --data beside conversations of "
-    "the run's own]"
+    "Where to save it. [default: the run's calibration.json; not saved with --drafter, or with --data if the run "
+    "has its own conversations]"
 )
 
 
@@ -43,9 +43,10 @@ def calibrate(
 ) -> None:
     """Measure the accuracy of every head's best guesses, from which `medusa tree` builds its tree.
 
-    Writes RUN/calibration.json and the heat map calibration.png. Without options it uses the conversations that
-    `medusa train` held out. Accuracies of another drafter, or on other conversations, are shown, and saved where
-    --output says: the run's own calibration, which `medusa tree` builds on, stays.
+    Writes RUN/calibration.json and the heat map calibration.png. Without options it uses the
+    conversations that `medusa train` held out. Accuracies of another drafter, or on other
+    conversations, are shown, and saved only with --output: they do not replace the run's own
+    calibration, which `medusa tree` uses.
     """
     printing.configure()
     options.check_beside_picture(file)
@@ -58,7 +59,7 @@ def calibrate(
             f"{folder} holds no drafter",
             f"run `medusa train --run {target.argument}` first, or give another --drafter or --run",
         )
-    # A run without conversations of its own can only use others for its tree.
+    # A run without its own conversations can only use others for its tree.
     aside = folder.resolve() != target.drafter_dir.resolve() or (
         data is not None and target.data_path.is_file()
     )

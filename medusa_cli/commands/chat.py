@@ -47,7 +47,7 @@ HELP = """/help          this list
 
 @dataclass(frozen=True)
 class ConversationFlags:
-    """Flags for what is said, and how answers are shown."""
+    """Flags for the conversation, and for the display of answers."""
 
     prompt: Annotated[str | None, flag("--prompt TEXT", "Answer this prompt and exit.")] = None
     system: Annotated[str | None, flag("--system TEXT", "System prompt.")] = None
@@ -134,7 +134,7 @@ def chat(
     kept_in = talk.kept_in
     if kept_in is not None:
         session.resume(messages or session.messages)
-        # Without it, the conversation goes on, too, but its tokens are run again.
+        # A conversation also continues without a store, but its tokens are run again.
         with suppress(UserError):
             session.medusa.keep_prefixes(home() / "prefixes", PREFIX_BYTES)
     try:
@@ -207,11 +207,12 @@ def status(stats: "Stats") -> str:
 
 
 def converse(session: "Chat", show_accepted: bool, kept_in: Path | None = None) -> bool:
-    """Answers lines until the end of input or /exit; returns True if a piped line failed, which costs that line."""
+    """Answers lines until the end of input or /exit; returns True if a piped line got no answer."""
     typed = sys.stdin.isatty()
     failed = False
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a byte that is no UTF-8 costs a character
+        # a byte that is not UTF-8 becomes one wrong character
+        sys.stdin.reconfigure(errors="replace")
     if typed:
         with suppress(ImportError):  # some Pythons lack it
             import readline  # noqa: F401  (line editing and history for input())

@@ -19,7 +19,7 @@ from medusa_cli.runs.run import DEFAULT_RUN, Run, sole_writer
 if TYPE_CHECKING:
     from medusa_cli.runs.recipe import Recipe
 
-# Conversations of a bare run: about a quarter of an hour of two cores with the default model.
+# Conversations without a recipe: about a quarter of an hour on two cores with the default model.
 BARE_SAMPLES = 800
 _RECIPE = "A recipe's file, or its name, and settings such as distill.context=2048 or distill.taps=[10,20]."
 _ENDPOINT = (
@@ -58,9 +58,10 @@ def distill(
 ) -> None:
     """Make training data: the model answers seed prompts in its own words.
 
-    Appends to RUN/distill.jsonl and keeps the hidden states beside it, so that training needs no second pass.
-    Run the same command again to resume after an interruption, or with a larger --max-samples to get more.
-    Under torchrun (with --run-dir for --run) the processes share the work, each on its own GPU.
+    Appends to RUN/distill.jsonl and keeps the hidden states next to it, so that training needs no
+    second pass. Run the same command again to resume after an interruption, or with a larger
+    --max-samples to get more. Under torchrun (with --run-dir for --run) the processes share the
+    work, each on its own GPU.
     """
     first = os.environ.get("RANK", "0") == "0"
     printing.configure(first=first)
@@ -90,7 +91,8 @@ def distill(
     }
     # Each process ends when its share is done, and the shares may differ by hours.
     processes = Distributed.join(loading.device, backend="gloo")
-    with processes.main_process_first():  # it fetches what all read
+    # the first process fetches the files that all of them read
+    with processes.main_process_first():
         target = Run.open(run, create=not resume)
         if resume and not target.distill_path.is_file():
             fault = f"--resume: {target.path} holds no distillation"
@@ -99,7 +101,7 @@ def distill(
         asked = plan.distill
         _check(plan, loading)
         seeds, report = read_seeds(asked.seed, asked.random_seed, asked.max_samples)
-        if first:  # the others write parts of their own
+        if first:  # the other processes write separate parts
             ctx.with_resource(sole_writer(target.path, "medusa distill"))
     count = min(len(seeds), asked.max_samples or len(seeds))
     console.info(
@@ -119,7 +121,7 @@ def distill(
 
 
 def _check_beside_endpoint(settings: Container[str]) -> None:
-    """Raises UsageError for what --endpoint excludes."""
+    """Raises UsageError for settings that --endpoint excludes."""
     if "distill.taps" in settings:
         text = "distill.taps has no effect with --endpoint: servers send no states"
         raise UsageError(text, "leave one of them out")

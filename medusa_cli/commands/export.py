@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("hf", "drafter", "eagle3", "speculators", "medusa", "data")
 TO = (
-    "hf: model and drafter for transformers' generate, nothing else installed; drafter: the drafter with its tree, for "
+    "hf: model and drafter for transformers' generate, without this program; drafter: the drafter with its tree, for "
     "--drafter of this program; eagle3: an EAGLE drafter for vLLM, "
     "SGLang and llama.cpp; speculators: the same as a checkpoint of that library; medusa: Medusa heads for vLLM up to "
     "0.32 and TGI; data: the run's conversations, for SpecForge and speculators to train on."
@@ -50,9 +50,9 @@ def export(
 ) -> None:
     """Write a drafter so that another program decodes with it, and print how that program is started.
 
-    Without --run it is the drafter that ships for the model. An adapter from joint training is merged into the model
-    that --to hf writes, in the number type it is stored in. Every folder gets the checksums of its
-    files. A drafter's folder also gets a model card.
+    Without --run, it writes the drafter that ships for the model. An adapter from joint training is
+    merged into the model that --to hf writes, in the number type it is stored in. Every folder gets
+    the checksums of its files. A drafter's folder also gets a model card.
     """
     printing.configure()
     if to not in FORMATS:

@@ -16,7 +16,7 @@ from medusa_cli.options import OutputFlags, flag, refuse
 from medusa_cli.runs.run import Run
 
 RUNS = "Runs with a bench: NAME (runs/NAME), a folder, or a bench's .json file. Several are shown side by side."
-OUTPUT = "The page to write. [default: beside the first bench]"
+OUTPUT = "The page to write. [default: next to the first bench]"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class JudgeFlags:
             refuse(given, "has no effect without --judge", "give --judge URL")
 
     def grade(self, path: Path, document: Document) -> None:
-        """Lets the judge, if there is one, grade a saved bench, and prints the outcome, which the document gets too."""
+        """Lets the judge, if there is one, grade a saved bench; prints the grades and adds them to the document."""
         if self.judge is None or self.judge_model is None:
             return
         from medusa_cli.bench.judge import judge_bench
@@ -88,7 +88,7 @@ def report(
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Returns the names of benches in a report: their runs', with the time if a run has two, or else their paths."""
+    """Returns the names of benches in a report: the run's name, with the time if a run has two, or else the path."""
     runs = [path.resolve().parent.parent.name for path in paths]
     inside = [path.parent.name == "bench" for path in paths]
     names = [run if own else path.stem for run, own, path in zip(runs, inside, paths, strict=True)]

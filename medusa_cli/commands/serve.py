@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from medusa_cli.serve.middleware import Limits
     from medusa_cli.serve.record import Recorder
 
-# Tokens that the default context has at least, and rows that a slot needs beyond it for drafts.
+# The minimum of the default context in tokens, and the additional rows of a slot for drafts.
 MIN_CONTEXT = 4096
 SPARE_ROWS = 256
 STORE_GB = 10.0
@@ -54,7 +54,7 @@ _CORS = (
 
 @dataclass(frozen=True)
 class LimitFlags:
-    """Flags for what the server takes on, and for the prefixes that it keeps."""
+    """Flags for the limits of the server, and for the prefixes that it keeps."""
 
     batch_size: Annotated[int, _limit("--batch-size N", "Answers decoded at the same time.")] = 8
     queue: Annotated[
@@ -85,7 +85,7 @@ class LimitFlags:
 
 @dataclass(frozen=True)
 class AccessFlags:
-    """Flags for the address, who may use it, and what is kept of the requests."""
+    """Flags for the address, for access, and for recording requests."""
 
     name: Annotated[list[str] | None, _access("--name NAME", _NAME)] = None
     host: Annotated[str, _access("--host ADDRESS", _HOST, show_default=True)] = HOST
@@ -131,7 +131,7 @@ class AccessFlags:
         return tuple(self.name or [own])
 
     def recorder(self, backbone: "Backbone") -> "Recorder | None":
-        """Returns what records the answers of --record, and says so."""
+        """Returns the recorder of --record, and prints where it writes."""
         if self.record is None:
             return None
         from medusa_cli.serve.record import Recorder, answerer
@@ -210,7 +210,8 @@ def serve(
     )
     server.run(listener)
     medusa.close()
-    if access.uds and file_identity(access.uds) == bound:  # else another server has bound its own
+    # otherwise, another server has bound its own socket
+    if access.uds and file_identity(access.uds) == bound:
         access.uds.unlink(missing_ok=True)
 
 
@@ -221,7 +222,7 @@ def limits_of(
     names: tuple[str, ...],
     temperature: float,
 ) -> "Limits":
-    """Returns the server's limits, of which those of the memory depend on the model."""
+    """Returns the server's limits; those of the memory depend on the model."""
     from medusa_cli.serve.middleware import Limits
 
     slots, longest, share = fitting_limits(backbone, limiting.batch_size, limiting.context)
@@ -266,9 +267,10 @@ def fitting_limits(
 ) -> tuple[int, int, int | None]:
     """Returns the slots, the context and the share of a request without a limit that fit in the free memory.
 
-    Warns if the memory holds less. In a lazy cache, one sequence may take all memory, and requests that do not fit
-    beside the running ones wait. In another cache, every slot is as large as the largest one. context: the number of
-    tokens asked for, None for the model's. A share of None is the context.
+    Warns if the memory holds less. In a lazy cache, one sequence may take all memory, and requests
+    wait while running ones leave too little. In another cache, every slot is as large as the
+    largest one. context: the number of tokens asked for, None for the model's. A share of None is
+    the context.
     """
     from medusa_cli.decode.decoder import MEMORY_SHARE
     from medusa_cli.device import free_memory
@@ -276,7 +278,7 @@ def fitting_limits(
     wanted = min(context or backbone.max_positions, backbone.max_positions)
     cache = backbone.engine.new_cache()
     free = free_memory(backbone.device)
-    # Running states take the same memory in every slot, whatever the length.
+    # Running states take the same memory in every slot, for any length.
     fixed = backbone.engine.slot_bytes(SPARE_ROWS)
     row = max(1, backbone.engine.row_bytes)
     asked = slots

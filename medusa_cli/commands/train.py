@@ -32,7 +32,7 @@ _STAGE = "1: the heads on the frozen model; 2: heads and model together. [defaul
 _SCHEDULE = "Stage 2: schedule of lambda_0, the heads' weight: constant, warmup, sine."
 _FROM = (
     "Start from another run's heads, or from those that ship for a model, if they fit (in stage 2 "
-    "with their adapter). Without a recipe their shape and loss are kept. "
+    "with their adapter). Without a recipe, the heads keep their shape and loss. "
     "A run without data uses the other run's. mtp: from the MTP layer in the model's own checkpoint."
 )
 _LOGGER = "Also log the training to tensorboard, wandb or trackio."
@@ -67,7 +67,7 @@ def train(
     cores. Ctrl-C or SIGTERM leaves a checkpoint for --resume.
     """
     first = os.environ.get("RANK", "0") == "0"
-    printing.configure(first=first)  # of several processes one prints
+    printing.configure(first=first)  # only the first process prints
     _check_flags(logger, dry_run, resume)
     from medusa_cli.data.conversation import check_conversations
     from medusa_cli.runs.recipe_files import recipe_of
@@ -84,7 +84,7 @@ def train(
         "train.tuning": tuning,
         "drafter.name": mtp_layer.NAME if own else None,
     }
-    # A run resumed by its own recipe computes as that says: --dtype is then only the model's.
+    # A resumed run computes in the number type of its recipe: --dtype is then only the model's.
     if loading.dtype in ("bf16", "fp32") and not (resume and all("=" in word for word in words)):
         flags["train.dtype"] = loading.dtype
     plan = recipe_of(target, words, flags, resume, origin)
@@ -199,7 +199,7 @@ def _estimate(
     try:
         facts = estimate(target, plan, options=loading, data=source, start=origin)
     finally:
-        if not any(target.path.iterdir()):  # it was made for this
+        if not any(target.path.iterdir()):  # the folder was made for this estimate
             target.path.rmdir()
     if json:
         console.emit_json(facts)

@@ -48,9 +48,9 @@ def tune(
 ) -> None:
     """Make a model faster in a given time: distill, train, calibrate, and choose drafter and tree by measured speed.
 
-    Measures this machine first, and says what to expect. Training starts from the included drafter of a related
-    model if its drafts are accepted. Ctrl-C stops; the same command goes on where it stopped, and a longer --time
-    adds to it. The answers stay those of plain decoding, which the last table shows.
+    Measures this machine first, and says what to expect. Training starts from the included drafter
+    of a related model if its drafts are accepted. Ctrl-C stops it; the same command continues, and
+    a longer --time extends it. The answers are those of plain decoding, as the last table shows.
     """
     printing.configure()
     extras.need_extra("train", "`medusa tune`")
@@ -72,7 +72,7 @@ def tune(
     target = default_run(model) if run is None else Run(Run.folder(run))
     tuning = Tuning(target, source, loading, seconds, data, endpoint, dry_run)
     if tuning.state.used_s:
-        console.info(f"{target.path}: goes on after {span(tuning.state.used_s)}")
+        console.info(f"{target.path}: continues after {span(tuning.state.used_s)}")
     with console.terminated():
         tuning.work()
     if printing.json:

@@ -113,7 +113,7 @@ def code_seeds(random_seed: int, limit: int | None = None) -> list[Conversation]
     """Returns prompts made from the standard library and installed packages.
 
     The prompts are the same for the same random seed. Each source is used once, even if several
-    packages contain a copy. A smaller limit returns the first prompts of a larger one.
+    packages contain a copy. A smaller limit returns the first of these prompts.
     """
     seeds: dict[str, Conversation] = {}
     for source in _sources(random_seed):
@@ -219,7 +219,7 @@ def _seed(source: _Source, digest: str, chance: random.Random) -> Conversation:
     error = ""
     if kind == "repair":
         code, error = _broken(source, chance)
-        kind = "explain" if code == source.text else kind  # there is nothing to break
+        kind = "explain" if code == source.text else kind  # there is no code to break
     elif kind == "complete":
         shown = source.head + chance.randrange(1 + (len(source.lines) - source.head) // 2)
         code = "\n".join(source.lines[:shown])

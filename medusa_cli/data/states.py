@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def states_digest(conversation: Conversation, rows: Tensor) -> str:
-    """Returns a digest of a conversation and its state rows [n, W], which ties them together."""
+    """Returns a digest of a conversation and its state rows [n, W], by which changed rows are noticed."""
     text = json.dumps([conversation.id, conversation.tokens, conversation.spans])
     digest = hashlib.blake2b(text.encode(), digest_size=8)
     digest.update(_raw(rows))
@@ -139,7 +139,7 @@ def with_hidden_states(
         needed = _in_order(dataset)
         cached = _cache_path(run, backbone, needed, taps)
     starts = [0, *accumulate(len(item.tokens) - 1 for item in needed)]
-    if not world.gather(cached.is_file())[0]:  # all follow the first process
+    if not world.gather(cached.is_file())[0]:  # all processes follow the first one
         _prefill(cached, backbone, needed, starts, taps, world, show)
 
     rows = {
@@ -210,7 +210,7 @@ def _in_order(dataset: Dataset) -> list[Conversation]:
 def _cache_path(
     run: Run, backbone: Backbone, items: Sequence[Conversation], taps: Sequence[int]
 ) -> Path:
-    """Returns where a run caches the states of conversations; the name is a digest of all that they depend on."""
+    """Returns the file in which a run caches states; its name is a digest of everything that they depend on."""
     owner = {key: value for key, value in backbone.identity.items() if key != "id"}
     numbers = [rounding(backbone), str(backbone.dtype), backbone.engine.number_type]
     digest = hashlib.sha256(json.dumps([owner, *numbers, list(taps)]).encode())
@@ -227,7 +227,7 @@ def _packs(
     packs: list[list[int]] = []
     in_order = sorted(numbers, key=lambda i: len(conversations[i].tokens)) if limit else numbers
     for i in in_order:
-        # All are padded to the longest, which is the newest.
+        # All are padded to the longest conversation, which is the last one.
         if not packs or (len(packs[-1]) + 1) * len(conversations[i].tokens) > limit:
             packs.append([])
         packs[-1].append(i)

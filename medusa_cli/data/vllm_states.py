@@ -44,7 +44,7 @@ def with_vllm_states(
     files = {_key(_read(path, "token_ids").tolist()): path for path in paths}
 
     def file_of(item: Conversation) -> Path | None:
-        # A server runs all tokens but the last, unless it was given all of them as a prompt.
+        # A server does not run the last token, unless all tokens were its prompt.
         return files.get(_key(item.tokens[:-1])) or files.get(_key(item.tokens))
 
     items = [*dataset.train, *dataset.held_out]

@@ -57,7 +57,7 @@ def _chosen(scores: Tensor, draft: Draft, sampler: Sampler) -> Path:
 
 
 def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
-    """Walks from the root, each time to the child that holds the token chosen after its parent."""
+    """Walks from the root to the child that holds the token chosen after its parent, as long as there is one."""
     tokens = draft.ids
     children = draft.tree.children
     path = [0]

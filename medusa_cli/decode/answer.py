@@ -202,7 +202,7 @@ class Answer:
         return f"Answer({self.text!r}, {count} tokens, finish_reason={self.finish_reason!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the results, without the model: a pickled answer can be read and not continued."""
+        """Returns the results, without the model: a pickled answer can be read, but not continued."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def add(self, step: Step, finish_reason: str | None) -> list[Piece]:
@@ -276,7 +276,7 @@ class Answer:
         return min(ends, default=None)
 
     def _shown_until(self, end: int) -> list[Piece]:
-        """Returns the waiting pieces before a position of the text; the others wait on."""
+        """Returns the waiting pieces before a position of the text; the others continue to wait."""
         shown = []
         while self._shown < end:
             piece = self._waiting.popleft()

@@ -112,7 +112,7 @@ def schema_grammar(source: Any, owner: str = "@json_schema") -> Grammar:
 
 @lru_cache(CACHED_GRAMMARS)
 def fault_of(schema: str) -> str:
-    """Returns what llguidance says against a JSON schema, "" for nothing."""
+    """Returns llguidance's complaint about a JSON schema, "" if there is none."""
     from llguidance import LLMatcher
 
     try:
@@ -131,7 +131,7 @@ def _place_of_fault(schema: dict[str, Any], fault: str) -> str:
 
     for place, part in reversed([*_places(schema)]):
         if own := fails(part):
-            # If the parts inside were at fault, they would have failed.
+            # Faults of the parts inside would have been found before.
             names = sorted(part.keys() - {"$defs"}, key=lambda name: (name in CONTAINERS, name))
             keyword = next(
                 (
@@ -211,7 +211,7 @@ def _names_of(schema: Any) -> set[str]:
         if not isinstance(part, dict):
             continue
         if part.keys() & {"$ref", "enum", "const"}:
-            # Its properties are not looked up, and no property has this name.
+            # The properties of such a part are unknown here, and no real property has this name.
             names.add(PRIVATE)
         names |= {*part.get("properties", ()), *part.get("required", ())}
         todo += [inner for key in ("allOf", "anyOf", "oneOf") for inner in part.get(key, ())]
@@ -231,9 +231,9 @@ def _names_all(part: Mapping[str, Any]) -> bool:
 
 
 def _combined(schema: Any) -> tuple[set[int], set[int]]:
-    """Returns the ids of the parts that must agree with others.
+    """Returns the ids of the parts that must agree with others, and those of the parts inside them.
 
-    Those of the parts inside them are among the first ids, and alone the second.
+    The first set contains both, and the second set only the inner parts.
     """
     combined = set[int]()
     inner = set[int]()
@@ -447,7 +447,7 @@ def matcher_of(backbone: Backbone, grammar: Grammar) -> LLMatcher:
 
 
 def allowed_by(matcher: LLMatcher, size: int) -> Tensor:
-    """Returns which of `size` tokens a matcher allows next; beyond the library's limits, it is only the end."""
+    """Returns a mask of the `size` tokens that a matcher allows next; beyond its limits, only the end is allowed."""
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return torch.from_numpy(np.unpackbits(bits, count=size, bitorder="little")).bool()
 
@@ -470,7 +470,7 @@ class GrammarProcessor(LogitsProcessor):
     """
 
     def __init__(self, start: LLMatcher, prompt_length: int, stop_ids: Iterable[int]) -> None:
-        # At the beginning of the grammar, for copies.
+        # This matcher stays at the beginning of the grammar; forks copy it.
         self._start = start
         self._matcher = start.deep_copy()
         self._prompt_length = prompt_length
@@ -521,7 +521,8 @@ class GrammarProcessor(LogitsProcessor):
         read = self._answer
         shared = shared_length(answer, read)
         if shared < len(read) and not self._matcher.rollback(len(read) - shared):
-            # Grammars whose tokens are counted, or end by a text (`max_tokens=`, `stop=`), only go on.
+            # Grammars that count tokens, or that end at a text (`max_tokens=`, `stop=`), cannot
+            # roll back.
             self._matcher = self._start.deep_copy()
             shared = 0
         count = shared + self._matcher.try_consume_tokens(answer[shared:])

@@ -61,12 +61,12 @@ class _Part:
         self.length = 0  # tokens of the answer that the matcher has read
 
     def move_to(self, answer: list[int]) -> None:
-        """Takes back the tokens of the part that do not belong to an answer's first ones."""
+        """Rolls back the tokens of the part that are not among an answer's first ones."""
         length = len(answer) - self.start
         if self.length <= length:
             return
         if not self.matcher.rollback(self.length - length):
-            # Grammars whose tokens are counted, or end by a text, only go on.
+            # Grammars that count tokens, or that end at a text, cannot roll back.
             self.matcher = self.first.deep_copy()
             self.matcher.try_consume_tokens(answer[self.start :])
         self.length = length
@@ -83,8 +83,8 @@ class _State:
 class LazyGrammarProcessor(LogitsProcessor):
     """Sets logits to -inf for tokens that the grammar of the current part does not allow next.
 
-    The states follow the answer in the text, and are taken back when another path of a draft
-    begins. Beyond the library's limits, a part is free.
+    The states follow the answer in the text, and roll back when another path of a draft begins.
+    Beyond the library's limits, a part is free.
     """
 
     def __init__(self, backbone: Backbone, grammar: LazyGrammar, prompt_length: int) -> None:

@@ -1,4 +1,4 @@
-"""The negation of a JSON schema, where other keywords can say it exactly."""
+"""The negation of a JSON schema, if other keywords can express it exactly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from medusa_cli.decode.patterns import other_than
 
 ALL = ("null", "boolean", "object", "array", "number", "string")
 MAX_DEPTH = 20
-# The keyword that allows what a limit forbids, and the distance between the two limits.
+# The keyword for the values that a limit forbids, and the distance between the two limits.
 LIMITS = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
@@ -38,7 +38,7 @@ UNKNOWN = {
 
 
 class Unsaid(Exception):
-    """A part whose negation no keyword says."""
+    """An error for a part whose negation no keyword expresses."""
 
 
 def negated(schema: Any, within: Any, resolve: Callable[[Any], Any], depth: int = 0) -> Any:
@@ -96,7 +96,7 @@ def _negated_keyword(
         case "anyOf":
             return [{"allOf": [*map(inner, value)]}]
         case "$ref":
-            raise Unsaid("$ref beside other keywords cannot be followed")
+            raise Unsaid("$ref with other keywords cannot be followed")
     if keyword in LIMITS:
         return [_beyond(keyword, value)]
     if keyword in UNKNOWN and not _says_nothing(keyword, value):
@@ -105,7 +105,7 @@ def _negated_keyword(
 
 
 def _beyond(keyword: str, value: Any) -> Any:
-    """Returns the schema of what a limit forbids."""
+    """Returns the schema of the values that a limit forbids."""
     kind, other, distance = LIMITS[keyword]
     if isinstance(value, bool):
         raise Unsaid(f"{keyword} cannot be followed")

@@ -30,7 +30,8 @@ PRIOR = 4.0
 # Decay of older steps.
 DECAY = 0.97
 MAX_CHANCE = 0.98
-# Standard errors by which an estimate may be too high: the policy drafts where it is high, also by chance.
+# Standard errors by which an estimate may be too high, because the policy also drafts if it is high
+# by chance.
 ERRORS = 0.5
 
 

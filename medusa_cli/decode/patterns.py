@@ -9,7 +9,7 @@ from collections.abc import Iterable
 SPACES = r"\t\n\x0b\x0c\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
 ANY = r"[\s\S]"
 NO_CHARACTER = r"[^\s\S]"
-# Patterns with look-ahead that widespread libraries write, said otherwise.
+# Patterns with look-ahead from popular libraries, and their equivalents without.
 KNOWN = {
     # zod's z.email()
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (

@@ -19,9 +19,9 @@ from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.engine import Slots
 
-# Seconds after which a cached prefix is half as likely to go on.
+# Seconds after which a cached prefix is half as likely to be continued.
 HALF_LIFE_S = 600.0
-# A copied token costs this share of one that is run.
+# The cost of copying a token, as a share of the cost of running it.
 COPY_COST = 1 / 64
 # Seconds that a step of other sequences waits for a file.
 READING_S = 0.002
@@ -29,7 +29,7 @@ READING_S = 0.002
 
 @dataclass(frozen=True)
 class Part:
-    """Holds rows of a prompt from token `start` on; those of tokens start .. end - 1 are to be used."""
+    """Holds rows of a prompt from token `start` on; those of tokens start .. end - 1 are used."""
 
     start: int
     end: int
@@ -84,7 +84,8 @@ class PrefixCache:
     def take(self, sequence: Sequence, slot: int) -> None:
         """Assigns an idle slot to a sequence, which takes over the rows of the prefix that both share.
 
-        At least the last token of the prompt is left to run. What the slot loses goes to the store.
+        At least the last token of the prompt is left to run. The rows that the slot loses go to the
+        store.
         """
         saved, _ = self._shared(slot, sequence.request)
         previous = self._slots[slot]
@@ -111,9 +112,9 @@ class PrefixCache:
     def choose(self, request: Request, *, copies: bool = True) -> int:
         """Returns the idle slot for a request.
 
-        It is the slot that saves most tokens, less the worth of those that a later request could
-        have reused. copies: a slot that copies tokens from another one saves nearly as many as that,
-        but needs memory. Raises ValueError if no slot is idle.
+        It is the slot that saves the most tokens, minus the worth of the tokens that a later
+        request could have reused. copies: a slot that copies tokens from another one saves nearly
+        as many as that, but needs memory. Raises ValueError if no slot is idle.
         """
         shared = [self._shared(slot, request) for slot in range(len(self._slots))]
         longest = max(saved for saved, _ in shared)
@@ -142,7 +143,7 @@ class PrefixCache:
     def _fill(
         self, sequence: Sequence, parts: Generator[Part | None]
     ) -> Iterator[tuple[Sequence, None]]:
-        """Puts consecutive parts of a prompt into its sequence's slot; a part is None while it is waited for."""
+        """Puts consecutive parts of a prompt into its sequence's slot; None stands for a part that is not there yet."""
         prompt = list(sequence.request.prompt)
         filled = complete = False
         try:
@@ -181,7 +182,7 @@ class PrefixCache:
         return bool(rows.states) or not self._cache.stateful
 
     def _resume(self, sequence: Sequence) -> None:
-        """Lets a sequence go on after the rows that were put into its slot."""
+        """Lets a sequence continue after the rows that were put into its slot."""
         held = copy.copy(sequence)
         held.unread = []
         sequence.reuse_prefix(held, len(sequence.tokens), self._drafter)
@@ -242,10 +243,10 @@ class PrefixCache:
         """Returns copies of a sequence's rows start .. end - 1."""
         return Rows(end - start, self._cache.rows(self.slot_of(sequence), start, end), states)
 
-    # What goes to the store
+    # Writing to the store
 
     def store_next(self) -> bool:
-        """Hands one part of a text that the store lacks to it; returns False if there is none, or the store is busy."""
+        """Gives the store one part of a text that it lacks; returns False if there is none, or the store is busy."""
         if self._store is None or self._store.busy:
             return False
         for sequence in self._slots:
@@ -257,7 +258,7 @@ class PrefixCache:
         return False
 
     def save(self) -> None:
-        """Hands all that the store lacks to it, and waits until it is written."""
+        """Gives the store all parts that it lacks, and waits until they are written."""
         if self._store is None:
             return
         for sequence in self._slots:
@@ -266,7 +267,7 @@ class PrefixCache:
         self._store.finish()
 
     def _save(self, sequence: Sequence, store: PrefixStore | None, *, waits: bool = False) -> None:
-        """Hands what the store lacks of a text to it, as far as it can take more. waits: until it can."""
+        """Gives the store the parts of a text that it lacks, until it is busy. waits: wait then, and go on."""
         if store is None:
             return
         for segment in self._lacking(sequence, store, ended=True):
@@ -305,7 +306,7 @@ class PrefixCache:
                     yield segment
 
     def _write(self, sequence: Sequence, store: PrefixStore, segment: Segment) -> None:
-        """Hands copies of a segment's rows to the store, if the states that it needs are there."""
+        """Gives the store copies of a segment's rows, if the states that it needs are there."""
         slot = self.slot_of(sequence)
         states: list[Tensor] | None = []
         if len(segment.ids) == store.block:
@@ -331,7 +332,7 @@ class PrefixCache:
         return running
 
     def move_to(self, first: int, sequences: list[Sequence]) -> None:
-        """Moves sequences to consecutive slots from `first` on, behind those that are running."""
+        """Moves sequences to consecutive slots from `first` on, after those of running sequences."""
         for slot, sequence in enumerate(sequences, first):
             self._swap(slot, self._slots.index(sequence))
 
@@ -347,9 +348,9 @@ class PrefixCache:
         self._cache.truncate(slot, 0)
 
     def evict(self, but: int | None = None) -> bool:
-        """Drops the cached prefix that is worth least for its memory, except one slot's; returns False without any.
+        """Drops the cached prefix that is worth least for its memory; returns False if there is none.
 
-        It goes to the store, and its memory is freed.
+        The prefix goes to the store, and its memory is freed. but: a slot that keeps its prefix.
         """
         values = dict[int, float]()
         for slot, previous in enumerate(self._slots):
@@ -381,5 +382,5 @@ def _limit(request: Request) -> int:
 
 
 def _worth(previous: Sequence) -> float:
-    """Returns how likely the text of a finished sequence is to go on, by its age."""
+    """Returns how likely the text of a finished sequence is to be continued, by its age."""
     return 0.5 ** ((time.monotonic() - previous.taken_at) / HALF_LIFE_S)

@@ -25,10 +25,10 @@ MAGIC = b"MEDUSA-PREFIX-2\n"
 PREAMBLE = struct.Struct("<16sI")
 MAX_HEADER = 1 << 16
 MAX_TOKENS = 1 << 16
-# Of an array, counting empty sides as 1.
+# The maximum size of an array, in which empty dimensions count as 1.
 MAX_NUMBERS = 1 << 40
 DIGEST = 32
-# Arrays begin at a multiple of so many bytes.
+# Arrays begin at multiples of this number of bytes.
 ALIGNED = 64
 TYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -162,7 +162,7 @@ def read(path: Path, max_bytes: int) -> tuple[Header, tuple[int, ...], Rows]:
 
 
 def _size_of(kind: Kind) -> int:
-    """Returns the bytes of an array; raises ValueError for a kind that there is not."""
+    """Returns the bytes of an array; raises ValueError for an unknown kind."""
     name, shape = kind
     # The strides of an array without numbers may overflow, too.
     widest = math.prod(max(1, each) for each in shape)

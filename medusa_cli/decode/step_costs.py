@@ -10,8 +10,8 @@ from medusa_cli.tree.search import StepTimes
 # Decay of the evidence for a correction with each later step. A correction that rests on many
 # steps follows the latest one at a rate of 1 - DECAY.
 DECAY = 0.93
-# The least weight of older evidence, in steps: a single plain step decides less than one that drafts,
-# as others follow that.
+# The minimum weight of older evidence, in steps. It is higher for plain steps, which come one at a
+# time, than for steps that draft.
 PLAIN_WEIGHT = 2.0
 DRAFTS_WEIGHT = 1.0
 # Plain steps are repeated until one changes their time by less than this share.
@@ -19,12 +19,13 @@ SETTLED = 0.05
 # A step that takes more than this multiple of its expected time is an outlier, unless the next step
 # is slow, too.
 OUTLIER_RATIO = 1.5
-# Steps after which a plain step is due, as the time of plain steps is out of date: at first, and later.
+# Steps after which the time of plain steps is out of date and one is due: at first, and later.
 FIRST_CHECK = 16
 CHECK_STEPS = 64
 # Plain steps are checked at once if steps with drafts take less time than plain ones by this share.
 QUICKER = 0.1
-# The least time of a row, in plain steps: measured times may miss it, but later steps correct it.
+# The minimum time of a row, in plain steps. Measured times may be lower, but later steps correct
+# them.
 MIN_ROW = 0.002
 # The smallest correction of the time that drafts add.
 MIN_CORRECTION = 0.05
@@ -35,7 +36,7 @@ LENGTH = 256
 class Correction:
     """Estimates the ratio of observed to measured seconds. The older its evidence, the more a new step counts.
 
-    least: the least weight of older evidence, in steps.
+    least: the minimum weight of older evidence, in steps.
     """
 
     def __init__(self, least: float) -> None:
@@ -134,7 +135,7 @@ class BatchCosts:
         change = self._plain.update(seconds / plain, self._steps)
         if abs(change) < SETTLED * before:
             self._since_plain = 0
-        if self._added:  # the last step drafted: the time of such steps is known
+        if self._added:  # the last step drafted, so the time of such steps is known
             self._drafts.value -= change * plain / self._added
         else:  # the machine's speed has changed
             self._drafts.value *= self._plain.value / before

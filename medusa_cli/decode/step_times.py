@@ -26,18 +26,19 @@ from medusa_cli.progress import ShowProgress, show_nothing
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import StepTimes
 
-# Steps are timed after this many tokens, and after so many that attention takes a part of them.
+# Steps are timed after this many tokens, and after enough tokens that attention takes a part of the
+# time.
 CONTEXT = 256
 LONG_CONTEXT = 8192
 ROUNDS = 4
 LONG_ROUNDS = 2
 # Matmuls run in blocks of rows, so the cost rises in jumps. Small sizes are timed one by one.
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32, 48, 64)
-# The time of attention rises evenly.
+# The time of attention rises linearly.
 LONG_SIZES = (1, 2, 4, 8, 16, 32)
 # The cache of a long text may take this share of the free memory.
 MEMORY_SHARE = 0.25
-# The most tokens of a sequence's answer.
+# The maximum length of a sequence's answer, in tokens.
 ANSWER = 1024
 # Once a size costs this many times a plain step, larger sizes are not timed.
 HOPELESS = 6.0
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KeptTimes:
-    """Holds step times in the timings file: after a short text and, if a long one fits, after that, too.
+    """Holds step times in the timings file, after a short text and, if it fits, after a long one.
 
     busy: the time of the measurement if other programs used much of the CPU meanwhile.
     """
@@ -100,7 +101,7 @@ class NullDrafter(Drafter):
 
 
 class StepTimer:
-    """Times steps of one sequence, which begins anew when it comes near the end of the context."""
+    """Times steps of one sequence, which begins again when it comes near the end of the context."""
 
     def __init__(
         self, backbone: Backbone, drafter: Drafter, show: ShowProgress = show_nothing
@@ -119,11 +120,11 @@ class StepTimer:
 
     @property
     def longest(self) -> int:
-        """Returns the largest number of tokens after which a step has room."""
+        """Returns the largest number of tokens after which a step fits into the context."""
         return max(1, self.backbone.max_positions - self._room - 1)
 
     def measure(self, context: int, rounds: int, sizes: Sequence[int]) -> StepTimes:
-        """Returns the times after `context` tokens: the least of the rounds, as disturbances only add time."""
+        """Returns the times after `context` tokens: the minimum of the rounds, as disturbances only add time."""
         self._context = context
         heads = self.drafter.num_heads
         # A head cannot make more guesses.
@@ -170,14 +171,14 @@ class StepTimer:
             self._lengthen(self._sequence, self._context)
 
     def _lengthen(self, sequence: DecodedSequence, length: int) -> None:
-        """Makes a text longer by tokens that are not run: the times of steps do not depend on its rows."""
+        """Makes a text longer by tokens that are not run, because the times of steps do not depend on its rows."""
         missing = length - len(sequence.tokens)
         self.decoder.cache.lengthen(0, length)
         sequence.tokens += [0] * missing
         sequence.unread = [replace(new, start=new.start + missing) for new in sequence.unread]
 
     def _step(self, policy: DraftPolicy) -> Step:
-        """Takes a step, in a new sequence if this one has no room for it."""
+        """Takes a step, in a new sequence if this one is too long."""
         sequence = self._sequence
         assert sequence is not None
         left = min(self.backbone.max_positions - len(sequence.tokens) - 1, sequence.stop.left)
@@ -211,7 +212,7 @@ def measure_step_times(
     limit = MEMORY_SHARE * free_memory(backbone.device)
     while long and timer.decoder.cache.grown(long + max(sizes)) * backbone.engine.row_bytes > limit:
         long //= 2
-    # Graphs keep the rows of drafters' layers in slots of their own.
+    # Graphs keep the rows of drafters' layers in separate slots.
     if long < 4 * times.context or timer.decoder.cuda_graphs is not None:
         return times
     known = [nodes for nodes in LONG_SIZES if nodes in times.verify]
@@ -253,7 +254,7 @@ def step_times_for(
     )
     if stamp is not None:
         keep_timings(key, KeptTimes.of(step_times, busy))
-    # A thread that waits for a GPU also looks disturbed.
+    # A thread that waits for a GPU also seems to be disturbed.
     if busy is not None and backbone.device.type == "cpu":
         log.warning(
             "other programs used much of the processor while steps were timed, so the tree may not be the best; "

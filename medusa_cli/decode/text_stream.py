@@ -16,10 +16,10 @@ MAX_BYTE_RUN = 32
 class TextStream:
     """Converts new token ids to the text that they add, in time that is linear in their number.
 
-    Bytes of an incomplete character are held back until the rest arrives, and text that the
-    tokenizer's clean-up may still change. All parts together equal the text of all ids decoded at
-    once, except for runs of more than MAX_BYTE_RUN byte tokens with wrong bytes. keep: special
-    tokens that appear in the text.
+    Two things are held back until more tokens arrive: the bytes of an incomplete character, and
+    text that the tokenizer's clean-up may still change. All parts together equal the text of all
+    ids decoded at once, except for runs of more than MAX_BYTE_RUN byte tokens with wrong bytes.
+    keep: special tokens that appear in the text.
     """
 
     def __init__(self, backbone: Backbone, keep: Collection[int] = ()) -> None:
@@ -28,10 +28,10 @@ class TextStream:
         self._keep = keep
         self._ids: list[int] = []
         # Tokens before `_start` are done. Those up to `_line` are decoded again together with later
-        # ones. Llama decoders strip a leading blank from the text that they decode, and this must
-        # not be the first blank of a line.
+        # ones, because Llama decoders strip a leading blank, which must not be the first blank of a
+        # line.
         self._start = self._line = 0
-        self._run = 0  # the first token of a run of byte tokens that may go on
+        self._run = 0  # the first token of a run of byte tokens that may continue
         self._shown = 0  # number of characters returned since `_start`
 
     def add(self, ids: Sequence[int]) -> str:

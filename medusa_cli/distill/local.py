@@ -19,11 +19,11 @@ from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import Message, after_answer, render, token_ids
 from medusa_cli.runs.recipe import DistillRecipe
 
-# A larger batch gains nothing on a CPU, and its last answers would leave more slots idle. On a GPU,
-# a step takes about as long for 256 rows as for 64.
+# On a CPU, a larger batch gains nothing, and its last answers would leave more slots idle. On a
+# GPU, a step takes about as long for 256 rows as for 64.
 MAX_BATCH = 64
 GPU_BATCH = 256
-# A part of the slots, one in so many, waits until their prompts run in one pass.
+# One in this many slots waits, so that several prompts run in one pass.
 PACKS = 16
 # Share of the free memory for caches and states; forward passes need some as well.
 MEMORY_SHARE = 0.7
@@ -119,13 +119,14 @@ class _Batch:
         self.decoder = Decoder(backbone, slots=count, taps=taps, context=context)
         needed = count * (context * backbone.engine.row_bytes + backbone.engine.slot_bytes(1))
         if context > self.decoder.cache.capacity and needed <= free_memory(backbone.device):
-            # At once: while a cache grows, the old one takes memory, too.
+            # The cache is reserved at once, because the old buffers also take memory while it
+            # grows.
             self.decoder.cache.resize(context)
         width = backbone.hidden_size * len(taps)
         self.states = torch.empty(
             count, context, width, dtype=torch.bfloat16, device=backbone.device
         )
-        # A GPU runs several prompts at once, for which a few slots wait.
+        # A GPU runs several prompts at once, so a few slots wait.
         self.pack = min(self.decoder.prompts_at_once, max(1, count // PACKS))
 
     @property

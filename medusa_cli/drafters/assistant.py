@@ -37,8 +37,8 @@ class AssistantConfig(HeadsConfig):
 class Assistant(TransformersDrafter):
     """Reads [embedding; state] of a node, attends to the text's keys and values, and computes the next state.
 
-    Its layers have no keys of their own: a node sees the text directly, but its ancestors only
-    through the state. So all nodes are at the position of the root.
+    Its layers do not compute keys: a node sees the text directly, but its ancestors only through
+    the state. So all nodes are at the position of the root.
     """
 
     name = "assistant"
@@ -164,6 +164,6 @@ def _mask(counts: Sequence[int], lengths: Sequence[int], window: int | None, x: 
     for count, end in zip(counts, lengths, strict=True):
         seen = torch.ones(end, dtype=torch.bool, device=x.device)
         if window is not None:
-            seen[: max(0, end - window - 1)] = False  # as transformers counts it
+            seen[: max(0, end - window - 1)] = False  # the window is counted as in transformers
         blocks.append(seen.expand(count, -1))
     return additive(torch.block_diag(*blocks).bool(), x.dtype)[None, None]

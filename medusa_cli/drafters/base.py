@@ -46,7 +46,7 @@ class NewTokens:
         return self.start + len(self.tokens)
 
     def last(self, count: int) -> NewTokens:
-        """Returns at most `count` last positions; the tensors are copies, so those of a long prompt can be freed."""
+        """Returns the last `count` positions or fewer; tensors are copied, so those of a long prompt can be freed."""
         count = min(count, len(self.tokens))
         return replace(
             self,
@@ -107,8 +107,8 @@ class Batch:
     the segment. trace, rows [P]: the pass over full sequences [B, L], and the indices of the
     positions among its B * L, for a drafter that uses the verify pass.
 
-    segment, sequence and rows stay on the host. What follows from them is computed there and
-    uploaded, so that the host never waits for a GPU to learn the size of a tensor.
+    segment, sequence and rows stay on the host. Tensors that follow from them are computed there
+    and uploaded, so that the host never waits for a GPU to know the size of a tensor.
     """
 
     hidden: Tensor
@@ -149,7 +149,7 @@ class Batch:
         return ends[ahead] == self.segment[self.learned_on_host]
 
     def ahead(self, heads: int) -> Tensor:
-        """Returns the positions 0 .. heads after each trained one [heads + 1, n], the last one in place of later ones.
+        """Returns the positions 0 .. heads after each trained one [heads + 1, n]; the last replaces later ones.
 
         Beyond the end of an answer there is no target, so any token may be read there.
         """
@@ -168,7 +168,7 @@ class Drafter(nn.Module, ABC):
     taps: tuple[int, ...] = (-1,)  # the backbone's layers whose output it reads
     uses_verify_pass: ClassVar[bool] = False  # drafts from extra rows of the previous verify pass
     reads_cache: ClassVar[bool] = False  # reads the backbone's own keys and values
-    prompt_tokens: int = 1  # the most tokens of a prompt that it reads, the last ones
+    prompt_tokens: int = 1  # the number of last tokens of a prompt that it reads
     num_heads: int
 
     @property

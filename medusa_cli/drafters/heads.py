@@ -25,8 +25,8 @@ from medusa_cli.tree.tensors import TreeTensors
 if TYPE_CHECKING:
     from typing import Self
 
-# Tokens of a prompt that decoder layers read. With the default model's drafter, more led to no more accepted
-# tokens after 3,000 and 7,800 tokens; drafters of other makers were not measured.
+# Tokens of a prompt that decoder layers read. With the default model's drafter, reading more tokens
+# did not raise acceptance after 3,000 and 7,800 tokens. Drafters of other makers were not measured.
 PROMPT_TOKENS = 512
 
 
@@ -94,7 +94,7 @@ class HeadDrafter(Scoring):
         "num_layers",
         "matrices",
     )
-    # Without "own" it has no matrices.
+    # Only the vocabulary "own" has matrices for all tokens.
     vocabularies: ClassVar[tuple[str, ...]] = (
         "draft",
         "own",

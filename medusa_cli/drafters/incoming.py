@@ -149,7 +149,7 @@ def _left_out(folder: Path, files: Sequence[Path]) -> list[str]:
     if not names or not any(folder == path.parent for path in files):
         return []
     source = INDEX if len(files) > 1 or files[0].name not in FILES else files[0].name
-    return [f"{listed(names)} beside {source}: left out"]
+    return [f"{listed(names)} next to {source}: left out"]
 
 
 def _fetch(place: str) -> tuple[Path, list[Path], dict[str, str]]:

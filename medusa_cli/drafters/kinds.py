@@ -32,7 +32,7 @@ DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in KINDS}
 
 
 class Uninitialized(TorchFunctionMode):
-    """Leaves the weights of new layers as they are, where torch.nn.init would draw them.
+    """Leaves the weights of new layers uninitialized, which torch.nn.init would draw.
 
     On the meta device, some of its functions import torch's compiler, which takes over a second.
     """

@@ -16,8 +16,8 @@ from medusa_cli.drafters.layer_rows import LayerRows, whole_mask
 from medusa_cli.engine.attention import behind, columns_read, reads_by_length, visible_behind
 from medusa_cli.model.masks import additive
 
-# When drafting, the bias is added only to this many of a head's best guesses: it rarely lifts
-# others.
+# When drafting, the bias is added only to this many of a head's best guesses, because others rarely
+# become the best.
 CANDIDATES = 128
 # Attention score of a row to itself in a fresh layer. Scores to other tokens are around 0, with a
 # standard deviation of 1.
@@ -79,7 +79,7 @@ class SlotRows:
         self.positions = positions
         self._tree_mask = tree_mask
         self._empty = empty
-        # Where attention reads and what it sees, once a layer has asked.
+        # The reads and the mask of attention, computed for the first layer that needs them.
         self._reach: tuple[Tensor, list[Tensor]] | None = None
 
     @cached_property

@@ -277,7 +277,7 @@ def as_ported(drafter: Mtp, batch: Batch) -> dict[str, tuple[Mtp, Batch]]:
         f"the state {raw} the model's last norm": (other_state, batch),
         f"norms' weights stored as {'w' if adds_one else '1 + w'}": (other_norms, batch),
         f"the {first} first in the projection": (other_order, batch),
-        "each state beside its own token, not the next": (drafter, replace(batch, next=at_itself)),
+        "each state with its own token, not the next": (drafter, replace(batch, next=at_itself)),
     }
 
 

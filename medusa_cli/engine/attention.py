@@ -102,15 +102,15 @@ def merged(far: Tensor, far_sum: Tensor, near: Tensor, near_sum: Tensor) -> Tens
 
 def columns_read(lengths: Tensor, rows: int, kv: int, capacity: int) -> list[Tensor]:
     """Returns where each slot's R rows and its keys begin, both [B + 1], and how many columns it reads [B]."""
-    # In an empty slot, the first new row is read as if it had been there before, since a kernel
-    # must read some column.
+    # In an empty slot, the first new row is read as if it were an earlier one, since a kernel must
+    # read some column.
     used = lengths + 1 if rows == 1 else lengths.clamp(min=1)
     return [*_starts(len(lengths), (rows, kv * capacity), lengths.device), used.int()]
 
 
 @cache
 def _starts(size: int, steps: tuple[int, ...], device: torch.device) -> list[Tensor]:
-    """Returns for each step 0, step .. size * step, which no pass has to make again."""
+    """Returns 0, step .. size * step as a tensor, which all passes share."""
     slots = torch.arange(size + 1, dtype=torch.int32, device=device)
     return [slots * step for step in steps]
 

@@ -12,7 +12,7 @@ FIRST_ROWS = 256
 
 
 class Slots(ABC):
-    """The slots of a cache: S sequences, each with a length of its own, over buffers that differ between engines.
+    """The slots of a cache: S sequences, each with its own length, over buffers that differ between engines.
 
     The rows of slot s from lengths[s] on are free: a pass writes them, and `keep` selects the rows
     that stay. Free rows hold finite numbers, so that a matmul may run over them under a mask. The
@@ -30,7 +30,7 @@ class Slots(ABC):
 
     @abstractmethod
     def resize(self, capacity: int) -> None:
-        """Makes room for exactly this many rows in every slot; `capacity` must hold the rows in use."""
+        """Allocates exactly this many rows in every slot; `capacity` must hold the rows in use."""
 
     @abstractmethod
     def keep(self, slot: int, path: Sequence[int]) -> None:
@@ -55,11 +55,11 @@ class Slots(ABC):
         return False
 
     def held_bytes(self, slot: int) -> int:
-        """Returns the bytes that a slot holds besides the rows of its tokens."""
+        """Returns the bytes that a slot holds in addition to the rows of its tokens."""
         return 0
 
     def grown(self, rows: int) -> int:
-        """Returns the capacity, doubled until it has room for this many rows."""
+        """Returns the capacity, doubled until it holds this many rows."""
         capacity = self.capacity
         while capacity < rows:
             capacity *= 2
@@ -76,7 +76,7 @@ class Slots(ABC):
         self.truncate(slot, 0)
 
     def reserve(self, rows: int) -> None:
-        """Makes room for this many rows in every slot."""
+        """Grows the buffers to at least this many rows in every slot."""
         if rows > self.capacity:
             self.resize(self.grown(rows))
 
@@ -98,9 +98,9 @@ class Slots(ABC):
 
     @torch.inference_mode()
     def fill(self, slot: int, start: int, end: int, rows: Sequence[Tensor]) -> None:
-        """Sets rows start .. end - 1 of a slot, with which it then ends.
+        """Sets rows start .. end - 1 of a slot, which then ends there.
 
-        Raises ValueError if they are another cache's.
+        Raises ValueError if the rows are another cache's.
         """
         self.reserve(end)
         views = self.views(slot, start, end)

@@ -33,7 +33,7 @@ from medusa_cli.model.backbone import Layers, Unsupported, has_tied_head
 from medusa_cli.model.masks import Masks
 from medusa_cli.native.library import PATHS, TABLES
 
-# The library normalizes one head's query or key in a buffer of this size.
+# The size of the buffer in which the library normalizes one head's query or key.
 MAX_HEAD_DIM = 1024
 
 # The library's names of a layer's matrices, mapped to their names in transformers' networks.
@@ -59,7 +59,7 @@ HEAD_NORMS = {
 }
 # The norms before the matrices `out` and `down` (BitNet), with their names in attention and in the MLP.
 ATTENDED_NORM, INNER_NORM = "attn_sub_norm", "ffn_sub_norm"
-# For the inputs that layers read besides their states (Gemma 4's per-layer embeddings).
+# The names for the additional inputs of layers (Gemma 4's per-layer embeddings).
 INPUT_MATRICES = {"input_gate": "per_layer_input_gate", "input_out": "per_layer_projection"}
 INPUT_NORM = "post_per_layer_input_norm"
 # The norms before and after attention and before and after the MLP, with their names by family.
@@ -336,7 +336,7 @@ class _Reader:
             shared.add(value_norms=_has_value_norm(own.attention))
 
     def _stored_matrices(self, own: _LayerParts) -> dict[str, str]:
-        """Returns the names of a layer's matrices, and notes those that are parts of stored ones."""
+        """Returns the names of a layer's matrices, and records those that are parts of stored matrices."""
         stored = {}
         for name, rows in own.matrices.items():
             stored[name], part = rows.stored(self.names[id(rows.linear)], name)
@@ -350,7 +350,7 @@ class _Reader:
         return stored
 
     def _vectors(self, layer: Any, own: _LayerParts) -> dict[str, str]:
-        """Returns the names of a layer's vectors that are no norms."""
+        """Returns the names of a layer's vectors that are not norms."""
         vectors = {}
         if getattr(own.attention, "sinks", None) is not None:
             vectors["sinks"] = f"{self.names[id(own.attention)]}.sinks"
@@ -429,7 +429,7 @@ def _without_gate(attention: Any, matrices: dict[str, _Rows]) -> dict[str, _Rows
 
 
 def _input_matrices(layer: Any) -> dict[str, _Rows]:
-    """Returns the matrices for a layer's inputs besides its states, by the library's names.
+    """Returns the matrices for a layer's additional inputs, by the library's names.
 
     The result is empty if the layer has no such inputs.
     """
@@ -521,7 +521,7 @@ def _has_value_norm(attention: Any) -> bool:
 
 
 def _clip_of(attention: Any) -> float:
-    """Returns the bound of queries, keys and values, 0 for none; raises Unsupported if it is not positive."""
+    """Returns the limit for queries, keys and values, 0 for none; raises Unsupported if it is not positive."""
     clip = getattr(getattr(attention, "config", None), "clip_qkv", None)
     if clip is None:
         return 0.0
@@ -531,7 +531,7 @@ def _clip_of(attention: Any) -> float:
 
 
 def _inputs(base: Any, names: dict[int, str], shared: "_Shared") -> Inputs | None:
-    """Describes the inputs that layers read besides their states; returns None if there are none."""
+    """Describes the additional inputs of layers; returns None if there are none."""
     embedding = getattr(base, "embed_tokens_per_layer", None)
     if embedding is None:
         return None

@@ -1,4 +1,4 @@
-"""A transformers decoder as the native library runs it: the weights of its layers, and what they compute."""
+"""A transformers decoder as the native library runs it: the weights of its layers, and their computation."""
 
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs that layers read besides their states: `width` floats per token and layer.
+    """The additional inputs of layers: `width` floats per token and layer.
 
     They are the sum of an embedding, times `embedding_scale`, and a projection of the first states,
     times `scale` and normalized. The sum is multiplied by `factor`. embedding, projection and norm
@@ -68,10 +68,10 @@ class Description:
 
     parts: matrices that are some rows of a stored weight. norm: the name of the last norm, empty if
     it has no gain. activation: that of all MLPs. flags: by the library's names. one_more: norms
-    multiply by 1 + w. residual: the factor of the outputs of attention and MLP. cap: the soft cap of
-    attention scores, 0 for none. clip: the bound of queries, keys and values, 0 for none. routing:
-    the choice of experts. window: the window of sliding layers, 0 for none. tables: the kinds of
-    rotary embeddings. inputs: what layers read besides their states.
+    multiply by 1 + w. residual: the factor of the outputs of attention and MLP. cap: the soft cap
+    of attention scores, 0 for none. clip: the limit for queries, keys and values, 0 for none.
+    routing: the choice of experts. window: the window of sliding layers, 0 for none. tables: the
+    kinds of rotary embeddings. inputs: the additional inputs of layers.
     """
 
     sizes: dict[str, int]

@@ -27,7 +27,8 @@ from medusa_cli.model.backbone import (
 from medusa_cli.model.checks import FAULTS, PROBE, difference, probe_tokens
 from medusa_cli.model.grouped_attention import NAME, cache_name
 
-# The most bytes for the states after each node of one sequence's tree; larger trees are cut.
+# The maximum number of bytes for the states after each node of one sequence's tree; larger trees
+# are cut.
 NODE_STATES = 1 << 29
 # The allowed relative difference of logits, in fp32 and in 16 bits.
 TOLERANCE = 1e-3
@@ -73,7 +74,7 @@ class EagerEngine(LayoutEngine):
         )
 
     def slot_bytes(self, rows: int) -> int:
-        # Each node of a tree has states of its own.
+        # Each node of a tree has its own states.
         return (1 + SNAPSHOTS + min(rows, self.tree_rows(0))) * self._state_bytes
 
     def tree_rows(self, length: int) -> int:
@@ -142,8 +143,8 @@ class EagerEngine(LayoutEngine):
     def _learn_states(self, tokens: Tensor, own: Tensor, decoded: Tensor) -> None:
         """Determines how the layers' states can be used, from the logits of one pass and of decoding.
 
-        Some layers start afresh if more than one token follows (Jamba's in transformers 5.24). Others
-        use different formulas for decoding and for prompts (Nemotron-H's).
+        Some layers restart their state if more than one token follows (Jamba's in transformers
+        5.24). Others use different formulas for decoding and for prompts (Nemotron-H's).
         """
         allowed = self._allowed(STATE_TOLERANCE, STATE_TOLERANCE_16)
         self._decoded_states = float((decoded - own).norm() / own.norm()) <= allowed

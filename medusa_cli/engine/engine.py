@@ -43,7 +43,7 @@ class Engine(ABC):
     # True if a row has the same bits alone, in a tree and in a batch. Greedy output with drafts then
     # equals that of plain decoding in every number type.
     row_invariant = False
-    # True if it also has them in a prompt, in pieces of any size.
+    # True if a row also has the same bits in a prompt, in pieces of any size.
     prompt_invariant = False
     # The maximum depth of a tree.
     tree_depth = sys.maxsize
@@ -60,7 +60,7 @@ class Engine(ABC):
 
     @abstractmethod
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> Slots:
-        """Returns a cache of empty slots with room for `capacity` rows, which grows as needed."""
+        """Returns a cache of empty slots for `capacity` rows, which grows as needed."""
 
     @property
     def packed_path(self) -> Path | None:
@@ -88,7 +88,7 @@ class Engine(ABC):
         return 2 * self.backbone.num_layers * heads * dim * self.dtype.itemsize
 
     def slot_bytes(self, rows: int) -> int:
-        """Returns the bytes of a cache's slot besides its tokens' rows: running states, snapshots, a tree's states.
+        """Returns the bytes of a slot without its tokens' rows: running states, snapshots, a tree's states.
 
         rows: the nodes of the largest tree.
         """
@@ -119,7 +119,7 @@ class Engine(ABC):
         """Runs a plan.
 
         All rows of a chain stay in the cache. For a tree, `cache.keep` selects the rows that stay.
-        Raises ValueError for slots or layers that are not there.
+        Raises ValueError for slots or layers that do not exist.
         """
         self.backbone.check_process()
         slots, rows = plan.tokens.shape
@@ -176,7 +176,7 @@ class LayoutEngine(Engine):
     captures: bool | None = False
     # The exact path of steps (an ExactPath), which makes the engine row-invariant, if it has one.
     exact: Any = None
-    # The modules that keep a running state, which would go on over the padding of a prompt.
+    # The modules that keep a running state, which the padding of a prompt would change.
     stateful: Sequence[Any] = ()
     # True if attention in CUDA graphs reads no column beyond the slots' lengths, given in a tensor.
     by_length = False

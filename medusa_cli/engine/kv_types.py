@@ -19,7 +19,7 @@ BLOCK = SCALE + UNIT
 
 
 def head_bytes(format: Format, dim: int) -> tuple[int, int]:
-    """Returns the bytes of a head's key and of its value, padded to whole blocks and the value also to 16 numbers."""
+    """Returns the bytes of a head's key and value, padded to whole blocks; the value is also padded to 16 numbers."""
     key = padded(dim, format.block)
     return format.row_bytes(key), format.row_bytes(padded(key, TILE))
 

@@ -21,7 +21,8 @@ from medusa_cli.runs.load_options import INTEGER, LoadOptions
 TOKENS = 2048
 PROMPT = 2048
 NODES = 64
-# Bytes per weight: bitsandbytes' nf4 has a scale in fp32 for 64 numbers, and Q8_0 and Q4_1 have those of 32.
+# Bytes per weight, with scales: bitsandbytes' nf4 has one in fp32 for 64 numbers, and Q8_0 and Q4_1
+# have scales for 32.
 BYTES = {"bnb.int8": 1.0, "bnb.nf4": 0.5625, "int8": 34 / 32, "int4": 20 / 32}
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Memory:
 def memory_of(
     model: ModelSource, options: LoadOptions, device: torch.device, drafter: Path | None = None
 ) -> Memory | None:
-    """Returns what a model needs on a device; None if its files are not on this machine yet."""
+    """Returns the memory that a model needs on a device; None if its files are not on this machine yet."""
     config = read_config(model, options.trust_remote_code)
     dtype = resolve_dtype(options.dtype, model, str(device), options.trust_remote_code)
     table = config.vocab_size * config.hidden_size
@@ -82,7 +83,8 @@ def _weights(
 ) -> int | None:
     """Returns the bytes of a model's weights. table: the numbers of its embeddings, which are never quantized."""
     if model.weights_in_gguf and options.quantize not in BYTES and options.engine != "eager":
-        # Tiles have the bytes of the file, up to 3 %; embeddings are dequantized, and may be the lm_head, too.
+        # Tiles have the bytes of the file, within 3 %. Embeddings are dequantized, and may also be
+        # the lm_head.
         tensors = model.header.tensors
         sizes = {name: _stored(tensor, itemsize) for name, tensor in tensors.items()}
         embedding = sizes.get("token_embd.weight", 0) if "output.weight" in tensors else 0
@@ -99,13 +101,13 @@ def _weights(
         return numbers * itemsize
     tied = bool(getattr(config, "tie_word_embeddings", False))
     layers = numbers - (1 if tied else 2) * table
-    # The lm_head has 8 bits with int4, too, and is as it was with bitsandbytes.
+    # The lm_head also has 8 bits with int4; bitsandbytes does not change it.
     head = table * BYTES["int8"] if options.quantize in INTEGER else (1 - tied) * table * itemsize
     return int(layers * BYTES[options.quantize] + head) + table * itemsize
 
 
 def _stored(tensor: Tensor, itemsize: int) -> int:
-    """Returns the bytes of a tensor of a GGUF file on a device: floats are there in the number type of the states."""
+    """Returns the bytes of a GGUF file's tensor on a device, where floats have the number type of the states."""
     if Format[tensor.type].is_float:
         return math.prod(tensor.shape) * itemsize
     return tensor.end - tensor.start
@@ -123,7 +125,7 @@ def _numbers_of(config: Any) -> int:
 def check_memory(
     model: ModelSource, options: LoadOptions, device: torch.device, drafter: Path | None = None
 ) -> None:
-    """Logs what a model needs on a GPU; raises UserError if less memory is free there."""
+    """Logs the memory that a model needs on a GPU; raises UserError if less memory is free there."""
     needed = memory_of(model, options, device, drafter)
     if needed is None:
         return

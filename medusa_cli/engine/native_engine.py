@@ -68,7 +68,7 @@ class NativeEngine(Engine):
 
     @property
     def title(self) -> str:
-        """Returns the engine's title: weight formats, largest share first, row type and instruction set."""
+        """Returns the engine's title: weight formats (largest share first), activations, instruction set."""
         bytes_of: Counter[str] = Counter()
         for matrix in self.model.packed.matrices.values():
             bytes_of[matrix.format.name] += matrix.nbytes
@@ -237,8 +237,8 @@ class NativeEngine(Engine):
         """Runs layers first .. end - 1 on states x [B, R, stride] in place; returns the tapped layers' states.
 
         The slots from `first_slot` on hold `lengths` [B] rows. positions [B, n] and seen [B or 1,
-        n, n] cover n rows, of which R have entered. inputs: what layers read besides their states;
-        layer 0 completes it. keeps: all rows stay in the cache.
+        n, n] cover n rows, of which R have entered. inputs: the additional inputs of layers; layer
+        0 completes them. keeps: all rows stay in the cache.
         """
         slots, rows, stride = x.shape
         require(
@@ -283,7 +283,7 @@ class NativeEngine(Engine):
         return looked_up(self.model.embedding, tokens, scale, self.stride)
 
     def _inputs(self, tokens: Tensor) -> Tensor | None:
-        """Returns the embeddings [B, n, layers * width] that layers read besides states; None if there are none."""
+        """Returns the additional inputs of layers, embeddings [B, n, layers * width]; None if there are none."""
         inputs = self.model.description.inputs
         if inputs is None:
             return None

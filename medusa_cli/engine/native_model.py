@@ -26,7 +26,7 @@ FIRST_POSITIONS = 2048
 class NativeModel:
     """A model in the library's structures; it owns all memory that the structures point to.
 
-    max_positions: rotary tables are not made for more, unless more are asked for.
+    max_positions: the maximum size of rotary tables, unless `reserve` asks for more.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class NativeModel:
         self._max_positions = max_positions
         self._tables: list[tuple[Floats, Floats]] = []
         self._lock = threading.Lock()  # of the tables, which several decoders may use
-        # By width: the gain of norms that have none.
+        # The gain of norms without a gain, by width.
         self._ones: dict[int, Floats] = {}
         self.shapes = Shapes(
             description,
@@ -157,13 +157,13 @@ class NativeModel:
         )
 
     def reserve(self, positions: int) -> None:
-        """Makes room for at least `positions` positions in the rotary tables; several threads may call this."""
+        """Extends the rotary tables to at least `positions` positions; several threads may call this."""
         with self._lock:
             if positions > self.struct.positions:
                 self._grow(positions)
 
     def _grow(self, positions: int) -> None:
-        """Replaces the rotary tables, of which each pass reads the start; `positions` is set last."""
+        """Replaces the rotary tables; each pass reads the start of them. `positions` is set last."""
         spare = max(2 * self.struct.positions, FIRST_POSITIONS)
         count = max(positions, min(spare, self._max_positions))
         tables = []

@@ -1,4 +1,4 @@
-"""The files of packed weights in the cache: their names, which say all that they depend on, and their checks."""
+"""The files of packed weights in the cache: their names, with digests of all that they depend on, and their checks."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -22,12 +22,13 @@ CODE = (
     *("files/gguf_header.py", "files/gguf_names.py", "native/matrix.py"),
     *("native/formats.h", "native/formats.cpp"),
 )
-# The code that reads a drafter's weights, too, and decides which matrices its parts have, and in which order.
+# The code that also reads a drafter's weights, and determines the matrices of its parts and their
+# order.
 DRAFTER_CODE = (
     *CODE,
     *("drafters/*.py", "files/safetensors_files.py", "engine/linear.py", "engine/native_layer.py"),
 )
-# The packages that read and convert weights, too.
+# The packages that also read and convert weights.
 PACKAGES = ("transformers", "safetensors", "gguf")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -35,15 +36,16 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 def packed_path(model: ModelSource, description: Description, quantize: str | None) -> Path:
     """Returns the place of a model's packed weights.
 
-    Its name begins with the place of the model's own files, and goes on with all that decides the weights: these
-    files, the config, the description, the code and the quantization.
+    Its name begins with the place of the model's own files. It continues with digests of everything
+    that determines the weights: these files, the config, the description, the code and the
+    quantization.
     """
     parts = (model.stamp, asdict(description), _code_stamp(CODE), quantize)
     return _path([source_of(model), quantize], parts)
 
 
 def drafter_path(drafter: Path, files: Sequence[str], backbone: Path, part: str) -> Path:
-    """Returns the place of a packed part of the drafter in a folder; its name says what that of a model's does.
+    """Returns the place of a packed part of the drafter in a folder; its name is built like that of a model's weights.
 
     files: the stamps of the drafter's files. backbone: its model's packed weights, whose lm_head it may read.
     """
@@ -81,14 +83,14 @@ def is_checked(path: Path) -> bool:
 
 
 def note_checked(path: Path) -> None:
-    """Notes that the digests of a file have been checked; without a note, they are checked again."""
+    """Records that the digests of a file have been checked; without a record, they are checked again."""
     with suppress(OSError):
         _mark(path).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(_mark(path), _state(path))
 
 
 def forget(path: Path) -> None:
-    """Removes a file of packed weights, as far as the cache can be written."""
+    """Removes a file of packed weights, if the cache can be written."""
     for own in (path, _mark(path)):
         with suppress(OSError):
             own.unlink(missing_ok=True)
@@ -112,11 +114,11 @@ def _mark(path: Path) -> Path:
 
 
 def _state(path: Path) -> str:
-    """Returns what changes whenever a file is written, or the machine starts."""
+    """Returns a text that changes whenever a file is written, or the machine starts."""
     stat = path.stat()
     if BOOT.is_file():
         boot = BOOT.read_text().strip()
     else:
-        # macOS tells the start in seconds, then microseconds.
+        # macOS reports the start in seconds, then microseconds.
         boot = (sysctl("kern.boottime") or b"")[:8].hex()
     return f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {boot}\n"

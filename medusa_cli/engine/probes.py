@@ -61,7 +61,7 @@ def has_gain(norm: Any) -> bool:
 
 
 def eps_without_gain(norm: Any, hidden: int) -> float:
-    """Returns the epsilon of a norm without a gain, found by what it makes of small numbers."""
+    """Returns the epsilon of a norm without a gain, found from its output for small numbers."""
     x = torch.linspace(-1e-3, 1e-3, hidden)
     square = float(x.square().mean())
     return float(f"{square / float(norm(x).square().mean()) - square:.3g}")
@@ -142,7 +142,7 @@ def _depends(result: Tensor, source: Tensor) -> bool:
 
 
 def quarter_turn(attention: Any) -> list[float]:
-    """Returns what `rotate_half` in attention's module makes of 0, 1, 2, 3; the list is empty if there is none.
+    """Returns the output of `rotate_half` in attention's module for 0, 1, 2, 3; empty without such a function.
 
     Rotary embeddings rotate adjacent pairs if it swaps them, else the halves of a head.
     """
@@ -151,13 +151,13 @@ def quarter_turn(attention: Any) -> list[float]:
 
 
 class _Reached(Exception):
-    """Ends a pass."""
+    """Ends a pass at a layer."""
 
 
 def norms_first(parts: Layers, masks: Masks) -> bool:
     """Returns True if the last norm also precedes the first layer, as a pass up to that layer shows.
 
-    A norm with a gain is not used in two places.
+    No network uses a norm with a gain in two places.
     """
     if has_gain(parts.norm):
         return False
@@ -202,7 +202,7 @@ def is_xielu(function: Any) -> bool:
 
 
 def activation_of_experts(experts: Any) -> Activation:
-    """Returns the activation of experts, found by probing how they join gate and up.
+    """Returns the activation of experts, found by probing how they combine gate and up.
 
     Raises Unsupported if the library does not have it.
     """

@@ -30,7 +30,7 @@ class Shapes:
         return channels, channels + 2 * padded(sizes["value_heads"], TILE)
 
     def norm_widths(self, names: LayerNames) -> dict[str, int]:
-        """Returns the numbers of floats that a layer's norms are over."""
+        """Returns the widths of a layer's norms in floats."""
         sizes = self.description.sizes
         heads = sizes["heads"] * names.dim
         keys = names.kv * names.dim

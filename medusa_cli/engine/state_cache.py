@@ -1,4 +1,4 @@
-"""A cache with running states, which cannot be truncated as rows can: slots return to snapshots instead."""
+"""A cache with running states. Unlike rows, they cannot be truncated: slots return to snapshots instead."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -27,7 +27,8 @@ from medusa_cli.native.library import LIBRARY
 # Seconds by the size of some work, such as rows, nodes or levels.
 Curve = Mapping[Annotated[int, Meta(ge=1, le=1024)], Annotated[float, Meta(gt=0, lt=1e4)]]
 T = TypeVar("T")
-# The config fields that do not change a step's time, besides those that begin with an underscore.
+# The config fields that do not change a step's time; those that begin with an underscore do not,
+# either.
 NAMES = ("architectures", "transformers_version")
 # A timing thread computes or spins all the time. If it ran for less than this share of the time,
 # the machine was busy, and it is timed again after RETRY_AFTER seconds. It is not timed again at
@@ -128,6 +129,6 @@ def _digest_of(path: Path) -> str:
 
 
 def random_tokens(count: int, vocabulary: int, seed: int) -> torch.Tensor:
-    """Returns random token ids [count]: with a mixture of experts, a pass reads more the more its tokens differ."""
+    """Returns random token ids [count]; with a mixture of experts, a pass over different tokens reads more weights."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocabulary, (count,), generator=generator)

@@ -29,8 +29,8 @@ from medusa_cli.model.weights import NetworkWeights
 
 # Tokens of a pass over the twin.
 TOKENS = 20
-# The twin's attention window, shorter than a pass; its soft cap of scores and its bound of queries, keys and values,
-# which they exceed.
+# The twin's attention window, shorter than a pass; its soft cap for scores, and its limit for
+# queries, keys and values, which they exceed.
 BOUNDS = {"sliding_window": 7, "attn_logit_softcapping": 2.0, "clip_qkv": 1.0}
 # Layers of the twin: with Gemma 3's pattern, they include both kinds.
 LAYERS = 7
@@ -157,7 +157,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 
 def _chosen_kinds(kinds: list[str], shared: int) -> list[str]:
-    """Returns the kinds of a twin's layers; each kind occurs, also among layers that share keys."""
+    """Returns the kinds of a twin's layers; every kind occurs, also among layers that share keys."""
     if shared:
         own = kinds[:-shared]
         last = max(own.index(kind) for kind in set(kinds))

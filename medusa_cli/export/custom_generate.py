@@ -52,7 +52,7 @@ RETRY = 48
 LONGEST_RETRY = 768
 # Maximum number of positions of models without a limit.
 UNBOUNDED = 1 << 20
-# Tokens of an n-gram match are drafted while their chance of being accepted is above this.
+# Tokens of an n-gram match are drafted while their probability of acceptance is above this.
 MIN_CHANCE = 0.25
 
 
@@ -138,7 +138,7 @@ def add_stop_strings(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None
 
 
 class DraftSwitch:
-    """Drafts while that takes less time per token than plain steps; the other mode is tried again now and then."""
+    """Drafts while that takes less time per token than plain steps; tries the other mode again at intervals."""
 
     def __init__(self) -> None:
         self.drafts = True

@@ -53,8 +53,7 @@ def engine_tensors(source: Source) -> dict[str, Tensor]:
 
     d2t [M]: draft token i is the model's token i + d2t[i]. t2d [V]: True for the tokens in the
     draft vocabulary. A drafter without a vocabulary matrix gets the rows of the model's lm_head
-    with which it scores. Raises UserError if these have a bias, for which the layouts have no
-    place.
+    with which it scores. Raises UserError if these rows have a bias, which the layouts cannot hold.
     """
     tensors = dict(source.tensors)
     if source.config.matrices == "none":

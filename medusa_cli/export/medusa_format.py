@@ -91,6 +91,6 @@ def _full_matrix(tensors: dict[str, Tensor], name: str, vocabulary: int) -> Tens
     matrix = tensors[f"{name}.weight"]
     if "draft_ids" not in tensors:
         return matrix.clone()
-    # Zeros would win if all other logits were negative.
+    # A logit of zero would be the highest if all others were negative.
     mean = matrix.float().mean(0, keepdim=True).to(matrix.dtype)
     return mean.repeat(vocabulary, 1).index_copy(0, tensors["draft_ids"].long(), matrix)

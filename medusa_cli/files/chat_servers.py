@@ -1,4 +1,4 @@
-"""A client for OpenAI-compatible chat servers, with several addresses in turn, retries and growing pauses."""
+"""A client for OpenAI-compatible chat servers, which asks several addresses in turn and retries after pauses."""
 
 import os
 import random
@@ -35,7 +35,7 @@ class _Session(threading.local):
 
 
 class ChatServers:
-    """Asks servers of one model in turn; a server that fails is skipped for a while, longer every time.
+    """Asks servers of one model in turn; a server that fails is skipped for a while, each time for longer.
 
     urls: addresses with or without /v1. flag: the setting to which errors refer. A key in MEDUSA_API_KEY is sent as a
     bearer token. Threads may share the object; stop() ends waiting and retrying immediately.
@@ -132,9 +132,10 @@ class ChatServers:
             return min(self.urls, key=lambda url: max(self._retry_at[url], now))
 
     def _back_off(self, url: str, start: float, pause: float = 0.0) -> None:
-        """Skips a server, for `pause` seconds or more, after it failed a request that began at `start`.
+        """Skips a server for `pause` seconds or more after it failed a request that began at `start`.
 
-        The time grows with every failure. Requests that were running when the server began to fail count as one.
+        The time grows with every failure. Requests that were running when the server began to fail
+        count as one.
         """
         with self._lock:
             now = time.monotonic()

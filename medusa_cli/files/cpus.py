@@ -1,4 +1,4 @@
-"""The control groups of this process, and the processors that these and its affinity allow."""
+"""The control groups of this process, and the number of processors that they and its CPU affinity allow."""
 
 import ctypes
 import os
@@ -29,13 +29,13 @@ def limit_threads() -> None:
 def _affinity() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
-    # A Mac's slow cores would hold up the fast ones, which wait for all shares of a matmul.
+    # A Mac's slow cores would delay the fast ones, which wait for all shares of a matmul.
     fast = sysctl("hw.perflevel0.logicalcpu")
     return (int.from_bytes(fast, sys.byteorder) if fast else os.cpu_count()) or 1
 
 
 def sysctl(name: str) -> bytes | None:
-    """Returns a value that macOS keeps about the machine; None if there is none, as on other systems."""
+    """Returns a value of the machine that macOS reports; None if there is none, as on other systems."""
     read = getattr(ctypes.CDLL(None), "sysctlbyname", None)
     size = ctypes.c_size_t()
     if read is None or read(name.encode(), None, ctypes.byref(size), None, 0):

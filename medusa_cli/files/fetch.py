@@ -42,7 +42,7 @@ class ReadOnlyCache(UserError):
 
 
 def sharegpt_path() -> Path:
-    """Returns the ShareGPT JSON file, which must be read as a stream: as published, it ends within a record."""
+    """Returns the ShareGPT JSON file; it must be read as a stream, because the published file ends within a record."""
     return named_file(SHAREGPT)
 
 
@@ -195,7 +195,7 @@ def _watching(folder: Path, show: Show, before: int = 0) -> Iterator[None]:
 
 
 def _size_of(folder: Path) -> int:
-    """Returns the total size of a folder's files in bytes, some of which may be renamed meanwhile."""
+    """Returns the total size of a folder's files in bytes; files may be renamed meanwhile."""
     size = 0
     for path in folder.rglob("*"):
         with suppress(OSError):
@@ -235,9 +235,9 @@ def build_once(target: Path, make: Callable[[Path], None]) -> Path:
 
 
 def _pip() -> list[str]:
-    """Returns the command of this environment's pip, else of a wheel of it (uv's tools have no pip).
+    """Returns the command of this environment's pip, else of a wheel of pip (uv's tools have no pip).
 
-    Python brings such a wheel; Debian keeps it in a folder of its own.
+    Python includes such a wheel; Debian keeps it in a separate folder.
     """
     bundled = find_spec("ensurepip")
     folders = [PYTHON_WHEELS]

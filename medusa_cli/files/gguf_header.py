@@ -126,7 +126,7 @@ def _add_others(header: Header, path: Path) -> None:
     if header.metadata.get("split.no") != 0 or len(files) != count:
         raise UserError(
             f"@model {str(path)!r} is one of the {shown(count)} files of a model, and not the first by its name",
-            f"give the file that ends in -00001-of-{shown(count):0>5}.gguf, with the others beside it",
+            f"give the file that ends in -00001-of-{shown(count):0>5}.gguf, with the others next to it",
         )
     for number, file in enumerate(files[1:], 1):
         if not file.is_file():

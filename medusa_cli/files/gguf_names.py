@@ -1,4 +1,4 @@
-"""The tensors of a network's weights in a GGUF file, and their differences in order and form from transformers."""
+"""The tensors of a network's weights in a GGUF file, and how their order and form differ from transformers."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -26,20 +26,21 @@ INTERLEAVED = ("llama", "granite", "granitemoe", "mistral3", "smollm3")
 TRANSPOSED_EXPERTS = ("gpt-oss",)
 # Divisors of rotary frequencies, which belong to the config and not to the weights.
 FREQUENCIES = "rope_freqs.weight"
-# Such divisors for texts of up to the first training's length, and for longer ones.
+# Such divisors for texts within the original context, and for longer texts.
 FACTORS_OF_PHI3 = {"short": "rope_factors_short.weight", "long": "rope_factors_long.weight"}
 # Modules that layers do not need if they use an earlier layer's keys and values.
 KEYS_AND_VALUES = ("attn_k", "attn_v", "attn_k_norm")
-# Parts of names in transformers, and the older ones in gguf's table.
+# Parts of names in transformers, and their older forms in gguf's table.
 OLDER_NAMES = {
     "linear_attn.dt_bias": "linear_attn.dt_proj.bias",
     ".e_score_correction_bias": ".e_score_correction.bias",
     ".block_sparse_moe.router.": ".mlp.gate.",
     ".block_sparse_moe.": ".mlp.",
 }
-# Parts around a layer that predicts later tokens (MTP), which files of all architectures name alike.
+# Parts around a layer that predicts later tokens (MTP); their names are the same in all
+# architectures.
 PARTS_OF_MTP = re.compile(r"model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|shared_head\.norm)")
-# The last of them; a layer without one has the model's own.
+# The last of these norms; a layer without it uses the model's own.
 NORM_OF_MTP = "nextn.shared_head_norm"
 # Copies of the model's own matrices in such a layer.
 COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
@@ -175,7 +176,7 @@ def names_of(header: Header, network: Any) -> GgufNames:
 
 
 def has_mtp(header: Header, layer: int) -> bool:
-    """Returns True if a file's layer predicts later tokens (MTP), as the names of some of its tensors say."""
+    """Returns True if the names of a layer's tensors show that it predicts later tokens (MTP)."""
     return any(name.startswith(f"blk.{layer}.nextn.") for name in header.tensors)
 
 

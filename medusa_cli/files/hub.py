@@ -15,9 +15,10 @@ from medusa_cli.files.catalogue import DEFAULT_MODEL, DEFAULT_SEED
 from medusa_cli.files.gguf_header import PART, file_names, is_first
 
 log = logging.getLogger(__name__)
-# Seconds after which the hub counts as unreachable; its client would try for some twenty seconds.
+# Seconds after which the hub counts as unreachable. Its client would try for some twenty seconds.
 PATIENCE = 4
-# The HTTP statuses of a hub that is there but cannot answer now: too many requests, and its own faults.
+# The HTTP statuses of a hub that is reachable but cannot answer now: too many requests, and server
+# errors.
 OVERLOADED = (429, *range(500, 600))
 # Maximum number of files that an error message lists.
 MOST_NAMED = 12
@@ -80,7 +81,7 @@ def _is_reachable(name: str) -> bool:
 
 @contextmanager
 def hub_left_as_it_was() -> Iterator[None]:
-    """Lets the hub's client use the network again after a block in which `go_offline_unless_reachable` kept it off."""
+    """Lets the hub's client use the network again after a block in which it was kept offline."""
     try:
         yield
     finally:
@@ -116,7 +117,8 @@ def go_offline_unless_reachable(name: str) -> None:
 def hub_answers(endpoint: str) -> bool:
     """Returns True if the hub answers within PATIENCE seconds, with any status; it is asked once in a process.
 
-    The client's own limit holds for each address of the hub, so that several silent ones would take longer.
+    The client's own limit applies to each address of the hub, so several silent addresses would
+    take longer.
     """
     from huggingface_hub.utils import get_session
 
@@ -203,7 +205,7 @@ def _cached_folder(repository: str) -> Path | None:
 
 
 def gguf_files(files: Iterable[str]) -> list[str]:
-    """Returns the GGUF files that name a model among a repository's files: whole ones, and the first of several.
+    """Returns the GGUF files of a repository that name a model: whole files, and the first file of split models.
 
     Files for vision are left out, and so is a model that lacks one of its files.
     """
@@ -226,7 +228,7 @@ def tags_remedy(repository: str, files: Sequence[str]) -> str:
 
 
 def _of_tag(stored: Sequence[str], tag: str) -> list[str]:
-    """Returns the file with a name, or the files whose names end in a tag, before the number of a part."""
+    """Returns the file named `tag`, or else the files whose names end in it (before the number of a part)."""
     if tag in stored:
         return [tag]
     end = re.compile(rf"(^|[-_./]){re.escape(tag)}\.gguf$", re.IGNORECASE)

@@ -28,7 +28,7 @@ Document = dict[str, Any]  # a JSON object
 # Limits of a document. Benches hold all their questions and answers.
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64  # nesting depth of YAML
-BOM = b"\xef\xbb\xbf"  # with which some programs begin UTF-8 files
+BOM = b"\xef\xbb\xbf"  # some programs begin UTF-8 files with it
 CHUNK = 1 << 20  # characters of a JSON array that are read at a time
 AGAIN = "write it again with the command that made it"
 
@@ -54,7 +54,7 @@ def replacing(path: Path) -> Iterator[Path]:
         path = path.resolve()
     with _temporary(path, folder=False) as part:
         mode = _mode_of(path if path.exists() else part)
-        part.chmod(mode | stat.S_IRUSR | stat.S_IWUSR)  # nobody else reads it earlier
+        part.chmod(mode | stat.S_IRUSR | stat.S_IWUSR)  # until now, only the owner could read it
         yield part
         _flush(part)
         part.chmod(mode)
@@ -65,14 +65,14 @@ def replacing(path: Path) -> Iterator[Path]:
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Yields an empty folder to fill; on success, it replaces `path`, or the folder that `path` links to.
 
-    It and its files have modes as those of `replacing`.
+    The folder and its files get the same modes as with `replacing`.
     """
     path = path.resolve()
     restore(path)
     with _temporary(path, folder=True) as part:
         new_mode = _mode_of(part)
         try:
-            part.chmod(stat.S_IRWXU)  # nobody else reads it earlier
+            part.chmod(stat.S_IRWXU)  # until now, only the owner could read it
             yield part
             for written in part.rglob("*"):
                 if written.is_file():
@@ -106,7 +106,7 @@ def _temporary(path: Path, folder: bool) -> Iterator[Path]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
             break
-        os.close(handle)  # another writer swept it away before it was locked
+        os.close(handle)  # another writer removed it before it was locked
     try:
         yield Path(name)
     finally:
@@ -119,7 +119,7 @@ def _mode_of(path: Path) -> int:
 
 
 def _set_mode(written: Path, old: Path, new_mode: int) -> None:
-    """Gives a file or folder the mode of the old one; if there is none, the mode of new folders, which no file runs by.
+    """Gives a file or folder the mode of the old one, or else the mode of new folders; files are never executable.
 
     safetensors writes files that only their owner can read.
     """
@@ -174,7 +174,7 @@ def restore(path: Path) -> None:
     if path.exists():
         return
     with suppress(ValueError):  # a path without a name, or with a zero byte
-        path = path.resolve()  # a link stays, and what it links to is replaced
+        path = path.resolve()  # a link stays; its target is replaced
         if _aside(path).is_dir() and not path.exists():
             _aside(path).rename(path)
 
@@ -255,7 +255,7 @@ def _parse(text: str | bytes) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
-# What error messages call a lone surrogate in a text.
+# The description of a lone surrogate in error messages.
 HALF = "half a character"
 KEYS = 8  # most keys that a report names
 
@@ -352,7 +352,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
             if not number:
                 line = line.removeprefix(BOM)
             number += begins
-            # The rest of a line that is too large, or a blank one.
+            # The rest of a line that is too large, or a blank line.
             if not begins or not line.strip():
                 continue
             value: Any

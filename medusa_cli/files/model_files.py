@@ -35,7 +35,7 @@ OUTSIDE = (
     "Mamba or linear-attention layers (a running state) that keep it outside transformers' cache"
 )
 PREFIX_LM = "a prompt's tokens see those that follow in it (a prefix LM)"
-# What to suggest instead of a refused model, by prefix of its type.
+# Suggestions instead of a refused model, by the prefix of its type.
 INSTEAD = {
     "axk": "A.X-K1",
     "deepseek": "DeepSeek V3",
@@ -66,8 +66,9 @@ LISTED = 8  # most file names in a message
 def check_model_files(model: ModelSource) -> None:
     """Raises UserError for a model whose files show that it cannot be verified over a tree.
 
-    When the model is loaded, further checks use transformers' classes and a pass. A model that must be fetched is
-    checked then only, so that a fault of the command line comes before the fetch.
+    When the model is loaded, further checks use transformers' classes and a pass. A model that must
+    be fetched is checked only when it is loaded, so that errors in the command line are reported
+    before the fetch.
     """
     if model.kind == "random" or model.must_be_fetched or model.fields is None:
         return
@@ -153,13 +154,13 @@ def check_shards(folder: Path, index: str, files: Collection[str], again: str = 
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns names in a row, and the number of those beyond the first few."""
+    """Returns the first few names, and the number of the others."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
 
 
 def fault_of(path: Path) -> str | None:
-    """Returns what is wrong with a safetensors file, based on its size and header; None if nothing is."""
+    """Returns the fault of a safetensors file, based on its size and header; None if there is none."""
     size = path.stat().st_size
     if not size:
         return "is empty"

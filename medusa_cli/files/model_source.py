@@ -1,4 +1,4 @@
-"""A model as a value: where its files are and what they say, each found and read once."""
+"""A model as a value: its files and their contents, each found and read once."""
 
 import hashlib
 import json
@@ -76,7 +76,7 @@ class ModelSource:
 
     @classmethod
     def of(cls, name: str) -> "ModelSource":
-        """Returns the source of a model, which is not fetched for that."""
+        """Returns the source of a model, without fetching the model."""
         return cls(name, _kind_of(name))
 
     @property
@@ -103,7 +103,7 @@ class ModelSource:
 
     @_read_once
     def folder(self) -> str:
-        """Returns the folder or hub id that from_pretrained can load; that of a GGUF file is written once.
+        """Returns the folder or hub id that from_pretrained can load; the folder of a GGUF file is written once.
 
         Raises UserError for a path without a model and, if there is no network, within seconds for a hub id.
         """
@@ -200,7 +200,7 @@ class ModelSource:
         if self.gguf is None or not self.weights_in_gguf:
             return [] if self.kind == "random" else self.checkpoint
         files = [self.gguf.with_name(name) for name in file_names(self.gguf.name)]
-        return [file for file in files if file.is_file()]  # loading reports others
+        return [file for file in files if file.is_file()]  # loading reports missing files
 
     @_read_once
     def tensors(self) -> dict[str, tuple[list[int], str]]:
@@ -221,7 +221,7 @@ class ModelSource:
     def stamp(self) -> list[str]:
         """Returns the stamps of the files that hold the weights, and a digest of the config."""
         files = [file_stamp(path) for path in self.weights if path != self.gguf]
-        # The name of the folder that is unpacked of a GGUF file holds the file's stamp.
+        # The name of the folder that a GGUF file is unpacked into contains the file's stamp.
         unpacked = [] if self.gguf is None else [Path(self.folder).name]
         return [*unpacked, *files, hashlib.sha256(json.dumps(self.fields).encode()).hexdigest()]
 

@@ -20,7 +20,8 @@ from medusa_cli.files.model_source import ModelSource, lasting_name
 from medusa_cli.files.paths import READ_ONLY, home, temporary_home
 
 NAME = "mtp"
-# Default number of draft tokens. One layer runs repeatedly, and is trained for the first few only.
+# Default number of draft tokens. One layer runs repeatedly, but is trained only for the first few
+# tokens.
 LEVELS = 4
 EMBEDDING = "embed_tokens.weight"
 # Fields of a model's config that do not describe a layer, or that count layers that are absent.
@@ -94,7 +95,7 @@ def find_layout(names: Iterable[str], depth: int) -> Layout | None:
 
 
 def _places(depth: int) -> dict[str, Layout]:
-    """Returns the layout of the MTP layer at each place, given as a pattern of the prefix of its names."""
+    """Returns the layout of the MTP layer at each place. A place is a pattern for the prefix of its tensors' names."""
     return {
         r"(?:.*\.)?mtp\.": QWEN,
         rf"(?:.*\.)?layers\.{depth}\.": DEEPSEEK,

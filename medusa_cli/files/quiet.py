@@ -1,4 +1,4 @@
-"""Silence of transformers while it loads and saves."""
+"""Hides the output of transformers while it loads and saves."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -43,7 +43,7 @@ MAX_SECONDS = 10.0
 MAX_BYTES = 1 << 30
 MAX_GROWTH = 1 << 20
 TICK_S = 0.1
-# Linux tells here how many pages the process uses.
+# The file in which Linux reports how many pages the process uses.
 STATM = Path("/proc/self/statm")
 
 
@@ -97,13 +97,13 @@ def chat_prompt(
 def _bounded() -> Iterator[None]:
     """Raises TimeoutError in a block after MAX_SECONDS, and MemoryError if it takes MAX_BYTES more memory.
 
-    Both are looked at each TICK_S, between two operations; in a process of our own, the system
-    also refuses an operation that takes more memory. The caller of the Python API has its alarm
-    back afterwards, with the time that was left. The limits apply only in the main thread, as no
-    other can be interrupted. A server renders in a separate process (`serve.templates`).
+    Both limits are checked every TICK_S seconds, between two operations. In our own program, the
+    system also refuses an operation that takes more memory. Afterwards, a caller of the Python API
+    has its alarm back, with the remaining time. The limits apply only in the main thread, as no
+    other thread can be interrupted. A server renders in a separate process (`serve.templates`).
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGALRM) is None:  # a handler that only C knows
+    if not is_main or signal.getsignal(signal.SIGALRM) is None:  # a handler that was set in C
         yield
         return
 
@@ -122,7 +122,7 @@ def _bounded() -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, check)
     signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
     try:
-        # Without a figure of what is reserved, as on macOS, no limit can be set.
+        # No limit can be set if the reserved memory is unknown, as on macOS.
         if process.owned and _memory(reserved=True):
             with suppress(OSError, ValueError):  # the hard limit is lower
                 room = _memory(reserved=True) + MAX_BYTES
@@ -133,15 +133,15 @@ def _bounded() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
         if process.owned:
             resource.setrlimit(resource.RLIMIT_AS, limits)
-        if left:  # an alarm that fell due meanwhile comes at once
+        if left:  # an alarm that was due meanwhile is raised now
             left = max(left - (time.monotonic() - started), 1e-6)
             signal.setitimer(signal.ITIMER_REAL, left, interval)
 
 
 def _memory(reserved: bool = False) -> int:
-    """Returns the bytes of memory that the process uses, or has reserved; 0 if the system does not tell them.
+    """Returns the bytes of memory that the process uses, or has reserved; 0 if the system does not report them.
 
-    Of the memory in use, macOS tells only the peak, in bytes.
+    Of the memory in use, macOS reports only the peak, in bytes.
     """
     with suppress(OSError):
         sizes = STATM.read_text().split()
@@ -172,7 +172,7 @@ def check_template(model: ChatTokenizer) -> None:
 def token_ids(model: ChatTokenizer, text: str, *, begin: bool = False) -> list[int]:
     """Returns the token ids of a text. begin: add the special tokens that the tokenizer puts before a text.
 
-    Those that it puts behind one, such as an end token, are left out, as an answer follows.
+    Those that it puts after a text, such as an end token, are left out, as an answer follows.
 
     Raises UserError for text that UTF-8 cannot encode, and for ids beyond the model's vocabulary.
     """
@@ -274,9 +274,9 @@ def fit(
     answer: int,
     forgotten: int = 0,
 ) -> tuple[list[int], int]:
-    """Returns the token ids of a prompt that leaves room for an answer, and the number of oldest messages left out.
+    """Returns the token ids of a prompt that leaves space for an answer, and the number of oldest messages left out.
 
-    A system prompt is kept, and the oldest `forgotten` messages stay left out. The room is for
+    A system prompt is kept, and the oldest `forgotten` messages stay left out. The space is for
     `answer` tokens, but at most a quarter of the context. Raises UserError if even the question
     does not fit.
     """
@@ -285,7 +285,7 @@ def fit(
     tokens = encode([*system, *turns[forgotten:], question])
     free = min(answer, context // 4)
     if len(tokens) + free > context:
-        # Leave room for two answers, so that not every later turn drops another one.
+        # Space for two answers is left, so that not every later turn drops another message.
         while forgotten < len(turns) and len(tokens) + 2 * free > context:
             forgotten += 2
             tokens = encode([*system, *turns[forgotten:], question])
@@ -297,7 +297,7 @@ def fit(
 
 
 def check_system(backbone: Any, system: str) -> None:
-    """Raises UserError for a system prompt that leaves no room for a question."""
+    """Raises UserError for a system prompt that leaves no space for a question."""
     count = len(
         backbone.encode_chat(
             [{"role": "system", "content": system}, {"role": "user", "content": ""}]

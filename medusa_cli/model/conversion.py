@@ -1,6 +1,7 @@
-"""The tensors of a checkpoint that make a network's weights: published files may name, merge and turn them otherwise.
+"""The tensors of a checkpoint from which a network's weights are made.
 
-The rules are those by which transformers itself converts a checkpoint while it loads the network.
+Published files may have other names, and merged or transposed tensors. transformers' own rules
+convert them, as when it loads the network.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +26,8 @@ class Source:
     """The tensors of a checkpoint that make one weight of a network, or several at once.
 
     name: the first of these weights. stored: names in the checkpoint by the converter's patterns; a
-    pattern has several if a module list is merged. converter: None for a tensor that is taken as it is.
+    pattern has several if a module list is merged. converter: None for a tensor that is used
+    unchanged.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Source:
 
     @property
     def stacks(self) -> list[list[str]]:
-        """Returns the names of the matrices that are stacked, by pattern; empty if something else is done to them."""
+        """Returns the names of the matrices that are stacked, by pattern; empty for any other conversion."""
         if self.converter is None:
             return []
         merge, *more = self.converter.operations
@@ -65,7 +67,7 @@ class Source:
 
 
 def sources_of(stored: Iterable[str], network: Any) -> tuple[dict[str, Source], list[str]]:
-    """Returns the source of each weight of a network, and the tensors of the checkpoint that it has no place for.
+    """Returns the source of each weight of a network, and the tensors of the checkpoint that the network lacks.
 
     stored: the names in the checkpoint. network: may be on the meta device.
     """
@@ -83,7 +85,7 @@ def sources_of(stored: Iterable[str], network: Any) -> tuple[dict[str, Source], 
     unused = []
     for name in sorted(stored, key=dot_natural_key):
         weight, pattern = rename_source_key(name, renamings, converters, **of_base)
-        if weight not in weights and name in weights:  # it has its final name already
+        if weight not in weights and name in weights:  # the tensor has its final name already
             weight, pattern = rename_source_key(name, [], [], **of_base)
         if weight not in weights:
             unused.append(name)

@@ -95,7 +95,7 @@ class Distributed:
         )
 
     def sharing_gradients(self, module: Any, last: bool) -> AbstractContextManager[None]:
-        """Returns a context for a pass through an `exchanging` module, which only shares gradients in a step's last."""
+        """Returns a context for a pass through an `exchanging` module; only a step's last pass shares gradients."""
         return nullcontext() if last or self.size == 1 else module.no_sync()
 
     def gather(self, value: Any) -> list[Any]:
@@ -154,7 +154,7 @@ def split_layers(network: Any, device: str) -> None:
             mesh=mesh,
             ignored_params={weight for weight in layer.parameters() if weight.dim() < 2},
         )
-    # This splits nothing else, but allows a layer to be gathered while the previous one runs.
+    # This call splits nothing more, but allows a layer to be gathered while the previous one runs.
     kind = type(base)
     fully_shard(base, mesh=mesh, ignored_params=set(base.parameters()))
     base.__class__ = kind  # transformers chooses the states to return by class name

@@ -121,7 +121,7 @@ def _random_network(model: ModelSource, dtype: torch.dtype, device: str, shard: 
 def _network_of_checkpoint(
     model: ModelSource, config: Any, dtype: torch.dtype, device: str, options: LoadOptions
 ) -> tuple[Any, list[str]]:
-    """Returns transformers' network with the weights of a checkpoint, and the names of those that it lacks."""
+    """Returns transformers' network with the weights of a checkpoint, and the names of missing weights."""
     settings: dict[str, Any] = {}
     if options.quantized:
         from transformers import BitsAndBytesConfig
@@ -164,7 +164,7 @@ def lazy_network(model: ModelSource) -> LazyNetwork:
 
 
 def _network_of_files(config: Any, model: ModelSource) -> Any:
-    """Returns a model's network without weights, whose lm_head is tied only if that of its files is."""
+    """Returns a model's network without weights; its lm_head is tied only if it is tied in the files."""
     from medusa_cli.model.weights import has_own_head
 
     network = check_architecture(config, model)
@@ -202,11 +202,11 @@ def _load_tokenizer(source: str, chat_template: str | None, trusted: bool) -> An
 
 
 def _refuse_adapter(model: ModelSource) -> None:
-    """Raises UserError for an adapter next to a model, as transformers would load it and the model that it names."""
+    """Raises UserError for an adapter next to a model, because transformers would load the adapter's model instead."""
     from transformers.utils import find_adapter_config_file
 
     if find_adapter_config_file(model.folder):
-        fault = f"@model {model.name!r} has an adapter beside it (adapter_config.json), which is not the model's own"
+        fault = f"@model {model.name!r} has an adapter next to it (adapter_config.json), which is not the model's own"
         raise UserError(fault, "merge it into the model, or put it into the adapter/ of a run")
 
 
@@ -312,8 +312,8 @@ def read_config(model: ModelSource, trust_remote_code: bool = False, whole: bool
 def _agree_on_tied_head(config: Any) -> None:
     """Lets both a whole config and its text part say that the lm_head is tied if one of them does.
 
-    Some classes of transformers read one of them, some the other. Files with another lm_head keep it
-    whatever they say, both there and here.
+    Some classes of transformers read the whole config, others its text part. An lm_head in the
+    files is used in any case, as in transformers.
     """
     parts = (config, config.get_text_config())
     if any(getattr(part, "tie_word_embeddings", False) for part in parts):

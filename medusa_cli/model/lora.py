@@ -20,7 +20,7 @@ from medusa_cli.files.safetensors_files import read_weights
 from medusa_cli.model.backbone import text_model, untie_head
 
 WEIGHTS = "adapter_model.safetensors"
-MODELS = "transformers.models."  # where transformers defines the parts of each model
+MODELS = "transformers.models."  # transformers defines the parts of each model there
 ADAPTER_WEIGHTS = "the adapter's weights"
 PREFIX = "base_model.model."  # of the names in peft's files
 # The end of the name under which peft keeps a copy of a layer's own weight.
@@ -40,9 +40,9 @@ NOT_READ = (
 class AdapterConfig:
     """Holds the keys of a saved adapter's config that are used: plain LoRA of one rank.
 
-    target_modules: the names of the modules, or a text such as a regular expression, in place of
-    which the names of the weights are read. init_lora_weights: any other value changes the model's
-    own weights, too. use_rslora: scale by alpha / sqrt(r).
+    target_modules: the names of the modules, or a text such as a regular expression; for a text,
+    the names of the weights are read instead. init_lora_weights: any other value changes the
+    model's own weights, too. use_rslora: scale by alpha / sqrt(r).
     """
 
     peft_type: Literal["LORA"]
@@ -206,7 +206,7 @@ def merge(network: Any, folder: Path, quantized: bool = False) -> Any:
                 if "lora_" in name
             ]
             lost = sorted({*names} - {*saved})
-            if lost:  # they would keep their initial values
+            if lost:  # these weights would keep their initial values
                 raise ValueError(f"its weights lack {len(lost)} tensors, such as {lost[0]}")
             left = sorted({*saved} - {*names} - copies)
             if left:
@@ -231,7 +231,7 @@ def _read_config(path: Path) -> AdapterConfig:
 
 
 def _own_weights(network: Any, saved: dict[str, Tensor], folder: Path) -> set[str]:
-    """Returns the names of the copies of the model's own weights that peft keeps beside an adapter.
+    """Returns the names of the copies of the model's own weights that peft stores with an adapter.
 
     Raises UserError for a weight that differs from the model's.
     """

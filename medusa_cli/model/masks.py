@@ -22,7 +22,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 @cache
 @torch.inference_mode(False)
 def _ends(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Returns 0 and the lowest number of a type, in tensors that no mask has to make again."""
+    """Returns 0 and the lowest number of a type, in tensors that all masks share."""
     return [
         torch.full((), value, dtype=dtype, device=device) for value in (0, torch.finfo(dtype).min)
     ]

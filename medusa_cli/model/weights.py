@@ -93,7 +93,7 @@ class CheckpointWeights(Weights):
     def __init__(self, files: Sequence[Path], network: Any) -> None:
         from safetensors import SafetensorError, safe_open
 
-        # Importing transformers' rules takes a while, and packed weights do without them.
+        # Importing transformers' rules takes a while, and packed weights do not need them.
         from medusa_cli.model.conversion import sources_of
 
         self.source = str(files[0].parent)
@@ -105,7 +105,7 @@ class CheckpointWeights(Weights):
             raise unloadable(self.source, reason) from reason
         self.parts = {name: part for part in parts for name in part.keys()}  # noqa: SIM118  (not a mapping)
         self.sources, self.unused = sources_of(self.parts, network)
-        # The weights that the last conversion made, until they are released.
+        # The weights from the last conversion, until they are released.
         self._converted: dict[str, Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -181,7 +181,8 @@ class GgufWeights(Weights):
         raw = RawMatrix(Format[tensor.type], rows, inputs)
         order = self.names.order(name)
         raw = raw if order is None else raw.reordered(np.array(order))
-        columns = self.names.columns(name)  # they cross blocks, whose numbers share factors
+        # the columns are moved across blocks, whose numbers share factors
+        columns = self.names.columns(name)
         return raw if columns is None else RawMatrix.of(raw.floats()[:, columns])
 
     def shape(self, name: str) -> tuple[tuple[int, ...], bool]:
@@ -247,7 +248,7 @@ class GgufWeights(Weights):
 
 
 class GgufSlice:
-    """Reads a weight of a GGUF file, or one expert's part of it, when it is sliced, as safetensors' slices do."""
+    """Reads a weight of a GGUF file, or one expert's part of it, when it is sliced, like safetensors' slices."""
 
     def __init__(self, weights: GgufWeights, name: str, expert: int | None = None) -> None:
         self.weights = weights
@@ -304,7 +305,7 @@ def open_weights(model: ModelSource, network: Any) -> Weights:
 def has_own_head(model: ModelSource, network: Any) -> bool:
     """Returns True if the files of a model with a tied lm_head hold another matrix for it than the embeddings.
 
-    transformers then does not tie them either. network: may be on the meta device.
+    transformers does not tie them in this case, either. network: may be on the meta device.
     """
     # In a GGUF file, the lm_head is tied if the file has none; see `write_metadata`.
     if not model.checkpoint or not has_tied_head(network):

@@ -14,7 +14,7 @@
 namespace medusa {
 namespace ISA {
 
-// The most rows that an AMX register holds.
+// The maximum number of rows in an AMX register.
 constexpr int kAmxRows = 16;
 
 // The rows of each register and the bytes of a row, in the layout of the instruction.

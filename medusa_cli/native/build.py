@@ -36,8 +36,8 @@ AMX = [*AVX512VNNI, "-mamx-tile", "-mamx-int8"]
 # step.cpp is compiled once per instruction set.
 X86 = {"avx2": AVX2, "avx512": AVX512, "avx512vnni": AVX512VNNI}
 RECENT = {"avxvnni": AVXVNNI, "amx": AMX}
-# Clang sets the macros of dot products for every Mac, so the set has a macro of its own. zig knows only
-# the second form, and GCC's own functions need the first one.
+# Clang sets the macros of dot products for every Mac, so the instruction set has its own macro. zig
+# knows only the second form of the flag, and GCC's own functions need the first form.
 NEON = (
     ["-march=armv8.2-a+dotprod", "-DMEDUSA_NEON"],
     ["-mcpu=generic+dotprod", "-DMEDUSA_NEON"],
@@ -51,7 +51,8 @@ def compiler() -> list[str] | None:
     for name in ("c++", "g++", "clang++"):
         if (path := shutil.which(name)) and _runs(path):
             return [path]
-    # Without -mcpu, zig compiles for this very CPU, and the wheel would fail on older ones.
+    # Without -mcpu, zig compiles for the CPU of this machine, and the wheel would fail on older
+    # CPUs.
     zig = [sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline"]
     return zig if find_spec("ziglang") else None
 
@@ -61,7 +62,7 @@ def _runs(path: str) -> bool:
     return subprocess.run([path, "--version"], capture_output=True).returncode == 0
 
 
-# What a compiler must accept to make code for a group of instruction sets.
+# Flags and code that a compiler must accept to compile for a group of instruction sets.
 X86_PROBE = """#include <immintrin.h>
 __m256i product(__m256i a, __m256i b) { return _mm256_maddubs_epi16(a, b); }
 """

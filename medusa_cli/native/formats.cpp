@@ -272,8 +272,8 @@ void copy_channel(int32_t format, int64_t k, uint8_t* tiles, int64_t from, int64
   }
 }
 
-// Returns the nearest integer to a number in [least, most], and to the nearer end of the range for others, `most` for
-// what is no number. Compilers make vectors of this, and calls of std::nearbyint, std::fmin and std::fmax.
+// Returns the integer nearest to a number, limited to [least, most]; `most` for NaN. Compilers vectorize this code,
+// but would call std::nearbyint, std::fmin and std::fmax.
 static inline float round_within(float x, float least, float most) {
   const float below = x < most ? x : most;
   const float inside = below > least ? below : least;
@@ -343,7 +343,7 @@ uint16_t float_to_half(float value) {
   if (size == 0) return sign;
   int exponent;
   std::frexp(size, &exponent);
-  // The exponent of the last place of a half of this size, and at least that of subnormals.
+  // The exponent of the last bit of an fp16 number of this size, or of the last bit of subnormals.
   const int unit = std::fmax(exponent - 11, -24);
   const auto units = static_cast<uint32_t>(std::nearbyint(std::ldexp(size, -unit)));
   // A carry into the exponent gives the right exponent.

@@ -27,9 +27,10 @@ class Unavailable(Exception):
     """Says why the native library cannot be used."""
 
 
-# The ways in which layers mix rows, in the order of the library's numbers.
+# The kinds of layers that mix rows, in the order of the library's numbers.
 MIXERS = ("attention", "short_conv", "delta_net")
-# Sizes of layers that follow paths: the kernel size of convolutions, and the sizes of delta nets.
+# Sizes of layers that follow the paths of a tree: the kernel size of convolutions, and the sizes of
+# delta nets.
 PATHS = ("kernel", "delta_layers", "key_heads", "value_heads", "key_dim", "value_dim")
 
 
@@ -56,7 +57,7 @@ class Declarations:
             name = part[: part.index(")")]
             self.fields[name] = FIELD.findall(part)
             kinds = [(field, self._kind(kind, count)) for kind, field, count in self.fields[name]]
-            # Without a dictionary, instances take no attribute that is no field.
+            # Without a dictionary, instances accept only attributes that are fields.
             body = {"__slots__": (), "_fields_": kinds}
             self.classes[name] = type(name, (Structure,), body)
 
@@ -96,7 +97,7 @@ Guesses = DECLARED.classes["Guesses"]
 NORMS = DECLARED.names("Layer", "Gain")
 VECTORS = DECLARED.names("Layer", "Vector")
 FLAGS = DECLARED.names("Model", "Flag")
-# The most rotary tables that a model may have.
+# The maximum number of rotary tables of a model.
 TABLES = len(Model().rotary)
 
 

@@ -20,13 +20,14 @@ inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
-  // Takes some ten nanoseconds, as x86's pause does; a yield takes none.
+  // Waits for some ten nanoseconds, like x86's pause; a yield returns at once.
   asm volatile("isb");
 #endif
 }
 
 // Returns the share of the job that a ticket stands for. Threads take tickets about in turns, so
-// each thread gets neighboring shares: what it has prefetched beyond one share is in the next.
+// each thread gets neighboring shares: the memory that it prefetches beyond one share belongs to
+// its next share.
 int64_t share_of(int64_t ticket, int64_t shares, int threads) {
   const int64_t lane = ticket % threads, each = shares / threads, rest = shares % threads;
   return lane * each + std::min(lane, rest) + ticket / threads;

@@ -226,7 +226,7 @@ inline void gated(Pool& pool, const List<Mlp>& mlps, const Activation& activatio
             store(out + i, has_gate ? gate_by(activation, value, load(up + at)) : activate(activation, value));
           }
         }
-        // In a loop of its own, rounding need not wait for the activations of its row.
+        // In a separate loop, rounding need not wait for the activations of its row.
         for (int64_t r = 0; inner.q && r < mlp.rows; r++) {
           round_row(inner.from(mlp.first + r), first * kTile, first * kTile + kUnit);
         }

@@ -364,7 +364,7 @@ struct Tiny {
   }
 };
 
-// A drafter's layer, which reads embeddings besides the states.
+// A drafter's layer, which reads embeddings in addition to the states.
 uint64_t draft(Tiny& tiny, const float* start) {
   const int64_t count = 6, capacity = 32;
   std::vector<float> keys(kKeyHeads * kDim * capacity), values(keys.size());

@@ -1,4 +1,5 @@
-// What AVX2 and AVX-512 share: sums over lanes, and dot products from their instructions.
+// The operations that AVX2 and AVX-512 share: sums over lanes, and dot products from their
+// instructions.
 #pragma once
 
 namespace medusa {

@@ -28,12 +28,14 @@ void norm_and_rotate(const Model& m, const Layer& layer, float* head, const floa
   if (gain && m.late_norms) head_norm(m.centered, head, gain, layer.dim, m.eps);
 }
 
-// Subtracts from a head's key those parts of its bias that turn by less than a radian within 16,384 positions, as if
-// they did not turn. What is the same in all keys adds the same to all scores of a query, which the softmax takes away.
-// The rest of a key is smaller: biases of Qwen2.5 reach 240, and other numbers of its keys some 10.
+// Subtracts from a head's key those parts of its bias that rotate by less than a radian within 16,384 positions, as if
+// they did not rotate. These parts are the same in all keys, so they add the same to all scores of a query, and the
+// softmax does not change. The rest of a key is smaller: biases of Qwen2.5 reach 240, and other numbers of its keys
+// some 10.
 void leave_out_bias(const Model& m, const Layer& layer, int64_t head, float* key) {
   const int64_t half = m.rotary[layer.table] / 2;
-  // Of the second position, the angle by which a pair turns from one to the next.
+  // The tables at position 1: `turn` is the sine of the angle per position, nearly the angle
+  // itself.
   const float *scale = m.cos[layer.table], *turn = m.sin[layer.table] + half;
   const float* bias = layer.key.bias + head * layer.dim;
   for (int64_t i = 0; i < half; i++) {
@@ -54,7 +56,7 @@ void write_kv(Pool& pool, const Model& m, const Layer& layer, const List<Span>& 
   const bool has_keys = layer.key.tiles;
   const float* query_norm = m.whole_norms ? nullptr : layer.query_norm;
   const float* key_norm = m.whole_norms ? nullptr : layer.key_norm;
-  // Scores with a soft cap or beside sinks may not all grow by the same.
+  // With a soft cap or sinks, adding the same to all scores would change their softmax.
   const bool biased = m.positions > 1 && has_keys && layer.key.bias && layer.table >= 0 && !layer.key_norm &&
                       m.cap == 0.0f && m.clip == 0.0f && !layer.sinks;
   each_row(pool, rows_of(spans), widths.all, [&](int64_t r) {
@@ -142,8 +144,8 @@ void add_product(Pool& pool, const Matrix& w, const Rows& y, int64_t rows, const
   add_rows(pool, m, added, rows, norm, x, stride);
 }
 
-// Adds a projection of the first states, normalized per layer, to the embeddings that layers read
-// besides their states.
+// Adds a projection of the first states, normalized per layer, to the embeddings that are
+// additional inputs of layers.
 void complete_inputs(Pool& pool, const Model& m, const Step& step, int64_t rows, int64_t stride, Workspace& work) {
   const int64_t wide = m.layers * m.inputs;
   const Rows states = work.inputs.rows(rows, m.hidden, m.inputs_projection.int8_rows);
@@ -162,7 +164,7 @@ void complete_inputs(Pool& pool, const Model& m, const Step& step, int64_t rows,
   });
 }
 
-// Computes a layer's output for its inputs besides the states, and adds it to the states.
+// Computes a layer's output for its additional inputs, and adds it to the states.
 void add_inputs(Pool& pool, const Model& m, const Layer& layer, int64_t index, const Step& step, int64_t rows,
                 int64_t stride, Workspace& work) {
   const Rows states = work.inputs.rows(rows, m.hidden, layer.input_gate.int8_rows);

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from medusa_cli.files.catalogue import DEFAULT_MODEL
 
-# No count in a recipe needs to be larger, so a larger number is a typing error.
+# The largest count in a recipe; a larger number is a typing error.
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 Rank = Annotated[int, Meta(ge=1, le=65_536)]
 Seed = Annotated[int, Meta(ge=0, le=2**62)]

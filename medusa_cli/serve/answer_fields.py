@@ -295,7 +295,7 @@ class Sampling(Common):
 
 
 class Sampled(Sampling):
-    """The fields that only chats and completions have: several answers, and what is reported beside their text."""
+    """The fields that only chats and completions have: several answers, and figures in addition to their text."""
 
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)

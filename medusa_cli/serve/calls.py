@@ -1,4 +1,4 @@
-"""Tool calls in an answer's text: where they begin and end, and what of the text is content."""
+"""Finds the tool calls in an answer's text; the text outside of them is its content."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _BETWEEN = re.compile(r"[\s,;}\]]*")
 _FENCE = re.compile(r"```[\w-]*\s*")
 _LIST = re.compile(r"\[\s*")
 _LIST_END = re.compile(r"\s*\]")
-# Keys with which small models begin a call, besides the name.
+# Other keys than the name with which small models begin a call.
 _OTHER_HEADS = ('{"type":"function"', '{"arguments":{', '{"parameters":{')
 _decode = json.JSONDecoder().raw_decode
 

@@ -33,7 +33,7 @@ Translation = TypeVar(
 )
 # Returns the format of an answer, given its ticket.
 Shape = Callable[[Ticket], AnswerFormat]
-# Seconds without an event after which a stream sends something else, before clients give up.
+# Seconds without an event after which a stream sends a line that keeps clients waiting.
 KEEP_ALIVE_S = 5.0
 
 
@@ -58,7 +58,7 @@ async def translated(body: BaseModel, translate: Callable[[], Translation]) -> T
 
 
 class LargeResponse(JSONResponse):
-    """A JSON response that may be large; it is written piece by piece, so that other threads go on meanwhile."""
+    """A JSON response that may be large; it is written piece by piece, so that other threads can run meanwhile."""
 
     def render(self, content: Any) -> bytes:
         encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -139,7 +139,7 @@ class Handler:
         received = _until_gone(tickets, events, receive)
         if body.stream:
             lines = answer.stream(received)
-            # The second one keeps nginx from collecting the text.
+            # The second header keeps nginx from buffering the text.
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return StreamingResponse(lines, media_type=answer.media, headers=headers)
         async with aclosing(received):
@@ -173,7 +173,7 @@ class Handler:
         return len(tokens)
 
     async def truncate(self, chat: ChatRequest) -> None:
-        """Drops the oldest messages, but for system messages, until the rest fits in the context; raises Refusal.
+        """Drops the oldest messages, except system messages, until the rest fits in the context; raises Refusal.
 
         A turn begins with a message of the user, and is dropped as a whole. The last one always stays.
         """
@@ -220,7 +220,7 @@ class Handler:
 async def _until_gone(
     tickets: list[Ticket], events: asyncio.Queue[tuple[int, Event]], receive: Receive
 ) -> AsyncGenerator[tuple[int, Event]]:
-    """Yields the events of all choices, and WAITING while none comes.
+    """Yields the events of all choices, and WAITING while there is none.
 
     If the client disconnects or stops reading, its slots are freed.
     """

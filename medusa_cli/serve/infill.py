@@ -19,7 +19,7 @@ TOKENS = (
 )
 # The tokens before a repository's name and a file's, as used by Qwen and StarCoder 2.
 FILE_TOKENS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"))
-# Tokens after the middle, which no model names among those that end an answer.
+# Tokens after the middle; models do not list them among the tokens that end an answer.
 END_TOKENS = ("<|fim_pad|>", "<fim_pad>", *(token for pair in FILE_TOKENS for token in pair))
 MIN_SUFFIX = 1 / 4  # the share of a prompt that is too long
 
@@ -62,7 +62,7 @@ def infill_ids(
 
 
 def infill_ends(backbone: Backbone) -> list[int]:
-    """Returns the ids of the tokens that end the text in the middle, besides the model's own."""
+    """Returns the ids of the tokens that end the text in the middle, in addition to the model's own."""
     vocabulary = backbone.tokenizer.get_vocab()
     return [vocabulary[token] for token in END_TOKENS if token in vocabulary]
 

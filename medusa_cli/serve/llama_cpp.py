@@ -143,7 +143,7 @@ class LlamaFormat(AnswerFormat):
 
 
 def _at(body: Any, field: str) -> Any:
-    """Returns a value within an object; the names that lead to it are divided by slashes."""
+    """Returns a value within an object, given its path with slashes."""
     for name in field.split("/"):
         body = body.get(name) if isinstance(body, dict) else None
     return body

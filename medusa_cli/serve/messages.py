@@ -105,7 +105,7 @@ class Turn(Strict):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Returns the messages of a chat: results of tools are messages of their own."""
+        """Returns the messages of a chat, in which results of tools are separate messages."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         messages: list[dict[str, Any]] = []
@@ -147,7 +147,7 @@ class InputTool(Strict):
 
 
 class Choice(Strict):
-    """Tells whether the answer calls a tool, and which."""
+    """The choice of whether the answer calls a tool, and which one."""
 
     place = "tool_choice."
     type: Literal["auto", "any", "tool", "none"]
@@ -205,7 +205,7 @@ class MessagesRequest(Sampling):
             "tool_choice": {"any": "required", "tool": named_tool(self.tool_choice.name or "")}.get(
                 self.tool_choice.type, self.tool_choice.type
             ),
-            # The answer goes on with a text that the client has begun.
+            # The answer continues a text that the client has begun.
             "continue_final_message": last["role"] == "assistant"
             and bool(last["content"])
             and "tool_calls" not in last,
@@ -297,7 +297,7 @@ class MessagesFormat(AnswerFormat):
         return [*events, _event("content_block_start", index=index, content_block=empty)]
 
     def _stop(self) -> dict[str, Any]:
-        """Returns what ended the answer."""
+        """Returns the reason why the answer ended, and its stop string."""
         answer = self._ticket.answer
         sequence = None
         reason = "max_tokens"
@@ -309,7 +309,7 @@ class MessagesFormat(AnswerFormat):
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self) -> dict[str, int]:
-        """Returns the token counts, in which the cached tokens of the prompt are apart."""
+        """Returns the token counts; the cached tokens of the prompt are counted separately."""
         cached = self._ticket.reused
         return {
             "input_tokens": len(self._ticket.request.prompt) - cached,
@@ -320,7 +320,7 @@ class MessagesFormat(AnswerFormat):
 
 
 def _input_of(arguments: str) -> dict[str, Any]:
-    """Returns the arguments of a call, which are an object; anything else is none."""
+    """Returns the arguments of a call; an empty object if they are not an object."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -46,11 +46,11 @@ class Limits:
     concurrently. waiting: the maximum number of requests in the queue. max_body: the largest body
     in bytes. Time limits for a client in seconds: head_s for a request's head, body_s for its body,
     read_s without reading the answer, idle_s between two requests. context: the maximum number of
-    tokens of a prompt and its answer together, None for the model's. share: the tokens that prompt
-    and answer of a request without a limit of its own may have, None for the context.
-    max_new_tokens: the longest answer, None for the rest of the context. template_s: the time limit
-    for rendering the chat template. temperature: the default for requests that give none. cors: origins
-    whose web pages may use the server.
+    tokens of a prompt and its answer together, None for the model's. share: the maximum tokens of
+    prompt and answer for a request without its own limit, None for the context. max_new_tokens: the
+    longest answer, None for the rest of the context. template_s: the time limit for rendering the
+    chat template. temperature: the default for requests that give none. cors: origins whose web
+    pages may use the server.
     """
 
     names: tuple[str, ...]

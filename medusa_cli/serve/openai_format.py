@@ -260,7 +260,7 @@ class OpenAIFormat:
         return choice if reason is None else {**choice, **self._stop_of(index)}
 
     def _stop_of(self, index: int) -> dict[str, Any]:
-        """Returns what ended an answer, under vLLM's name and SGLang's: a stop string or token id, or null.
+        """Returns the stop string or token id that ended an answer, or null, under vLLM's name and SGLang's.
 
         An end token of the model is named in SGLang's field only.
         """
@@ -316,7 +316,7 @@ class OpenAIFormat:
         return {"token": token.text, "logprob": token.logprob, "bytes": self._bytes_of(token)}
 
     def _bytes_of(self, token: TokenLogprob) -> list[int] | None:
-        """Returns the token's own bytes, also for a part of a character, whose text is no character."""
+        """Returns the token's own bytes, also for a part of a character, which has no text of its own."""
         own = self._backbone.vocabulary.bytes_of(token.id)
         if own is None:
             return None if REPLACEMENT in token.text else list(token.text.encode())

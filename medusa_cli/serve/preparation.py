@@ -47,7 +47,7 @@ Body = ChatRequest | CompletionRequest | TokenizeText | TokenizeChat | Detokeniz
 SMALL_GRAMMAR = 16_384
 # Keeps only the likeliest token, as a top_p of 0 does in OpenAI's API.
 MIN_TOP_P = 1e-9
-# The length of an answer for which each request without a limit has room, if the context has.
+# The length of an answer that each request without a limit may have, if it fits in the context.
 MIN_ANSWER = 2048
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 class Preparation:
     """Turns the bodies of requests into tickets for the scheduler, within the server's limits.
 
-    What may take long is done in threads: neither the other clients nor the decoder wait for it.
+    Long work is done in threads, so that neither other clients nor the decoder wait for it.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Preparation:
         self._limits = limits
         self._templates = templates
         self._noted_context = False
-        self._rendering = asyncio.Lock()  # a slow chat template holds up only other chats
+        self._rendering = asyncio.Lock()  # a slow chat template delays only other chats
         self._encoding = asyncio.Lock()  # two threads must not share a tokenizer
-        # Threads that compute in Python hold up one another, and those that answer and decode.
+        # Threads that compute in Python delay each other, and the threads that answer and decode.
         self._preparing = asyncio.Lock()
         self._compiling = asyncio.Semaphore(2)
 
@@ -242,8 +242,8 @@ class Preparation:
     async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | LazyGrammar | None:
         """Returns the answer's grammar, if any; raises Refusal.
 
-        The grammar is compiled here, so that it need not be compiled between the steps of other
-        answers; of the large ones, a few at a time.
+        The grammar is compiled here, and not between the steps of other answers. Large grammars are
+        compiled a few at a time.
         """
         try:
             grammar = await run_in_threadpool(self._uncompiled, body)

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 class Recorder:
     """Appends lines to a file that only its owner can read; several servers may append to one.
 
-    A line is whole or absent. If a writer was killed within a line, the next line replaces what is
-    left of it. weights: the model's `answerer`, by which `medusa tune` knows its answers.
+    A line is whole or absent. If a writer was killed within a line, the next line replaces the
+    incomplete one. weights: the model's `answerer`, by which `medusa tune` knows its answers.
     """
 
     def __init__(self, path: Path, weights: str) -> None:
@@ -116,7 +116,7 @@ def whole_size(file: int) -> int:
 
 
 def answerer(identity: Mapping[str, Any]) -> str:
-    """Returns the digest of a model's weights, and what else decides its answers: an adapter, a quantization."""
+    """Returns the digest of a model's weights, with its adapter and quantization, which also change its answers."""
     parts = (identity.get(key) for key in ("weights", "adapter", "rounding"))
     return "+".join(str(part) for part in parts if part)
 

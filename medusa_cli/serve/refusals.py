@@ -225,7 +225,7 @@ def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
         return Refusal(400, "the body is empty; send a JSON object", code="invalid_json")
     if kind == "model_attributes_type" and not path:
         fault = "is not a JSON object"
-        if isinstance(first.get("input"), bytes):  # what curl sends if no header is given
+        if isinstance(first.get("input"), bytes):  # curl sends this if no header is given
             fault = "was not sent as JSON; add the header Content-Type: application/json"
         return Refusal(400, f"the body {fault}", code="invalid_json")
     if kind == "extra_forbidden":

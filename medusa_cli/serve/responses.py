@@ -264,7 +264,7 @@ class ResponsesFormat(AnswerFormat):
         super().__init__(ticket)
         self._body = body
         self._model = chat.model
-        # What holds if the request does not say it.
+        # The defaults of fields that the request does not give.
         self._several = not chat.required
         if body.parallel_tool_calls is not None:
             self._several = body.parallel_tool_calls

@@ -20,7 +20,7 @@ from medusa_cli.serve.refusals import Refusal
 
 # Seconds that a piece of a prompt should take, because running answers wait for it.
 PIECE_S = 0.12
-# One of so many pieces is the oldest prompt's, and the others are those of the prompt that ends first.
+# One in this many pieces is the oldest prompt's; the others belong to the prompt that ends first.
 PIECES = 4
 # Seconds after which a client may retry a refused request.
 RETRY_S = 2
@@ -57,7 +57,7 @@ class Event:
         return "".join(piece.text for piece in self.pieces)
 
 
-# An event of an answer for which there is nothing to say yet.
+# An event without content, while an answer has none yet.
 WAITING = Event()
 
 
@@ -114,7 +114,7 @@ class Prompt:
         return len(self.ticket.request.prompt) - len(self.sequence.tokens) + unread
 
     def report(self) -> None:
-        """Tells the client how far the prompt is, if it wants to know."""
+        """Tells the client the progress of the prompt, if the request asks for it."""
         if self.ticket.reports:
             total = len(self.ticket.request.prompt)
             cached = self.sequence.reused
@@ -229,7 +229,7 @@ class Scheduler:
         return bool(self._waiting or self._running or self._load is not None)
 
     def _take_drafter(self) -> None:
-        """Loads the drafter that `reload` asks for; the answers in progress go on with the earlier one.
+        """Loads the drafter that `reload` asks for; the answers in progress continue with the earlier one.
 
         If that fails, the earlier drafter stays.
         """
@@ -287,7 +287,7 @@ class Scheduler:
     def _prefill(self) -> None:
         """Runs one piece of one prompt; each piece is followed by a step of the running requests.
 
-        A short prompt does not wait for long ones, and a long one goes on however many short ones
+        A short prompt does not wait for long ones, and a long one advances even if many short ones
         arrive.
         """
         if not self._prompts:

@@ -22,7 +22,7 @@ from pydantic import (
 
 from medusa_cli.serve import neutral
 
-# Limits on what one request may hold, so that preparing it does not hold up others.
+# Limits for the contents of one request, so that preparing it does not delay others.
 MAX_STOPS = 1024
 MAX_STOP = 1024
 MAX_CHOICES = 128
@@ -42,7 +42,7 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 def check_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError for what Python's parser accepts but JSON cannot hold, such as NaN."""
+    """Raises ValueError for values that Python's parser accepts but JSON cannot hold, such as NaN."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError as reason:
@@ -113,7 +113,7 @@ Content = Annotated[
 ]
 
 
-# Parts of past answers that are no text for the model.
+# Parts of past answers that are not text for the model.
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 
 

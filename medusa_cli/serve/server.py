@@ -32,7 +32,7 @@ from medusa_cli.serve.templates import TemplateProcess
 
 MAX_HEADERS = 64 << 10  # bytes of a request's first line and headers
 BACKLOG = 128  # connections that wait to be accepted
-# The most open files of a process on macOS, from its syslimits.h.
+# The maximum number of open files of a process on macOS, from its syslimits.h.
 MAC_FILES = 10240
 SEND_BUFFER = 32 << 10  # bytes of an answer that the system buffers for a client that does not read
 # A client that reads fewer bytes than this within `Limits.read_s` is disconnected.
@@ -302,7 +302,7 @@ def listen(host: str, port: int, uds: Path | None = None) -> socket.socket:
 
 
 def file_identity(path: Path) -> tuple[int, int] | None:
-    """Returns what tells a file from a later one at the same path; None if there is no file."""
+    """Returns an identity that differs for a later file at the same path; None if there is no file."""
     if not path.exists():
         return None
     status = path.stat()

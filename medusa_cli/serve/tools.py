@@ -1,8 +1,7 @@
 """Tools: their description in the prompt, and the grammar of their calls.
 
-Models write calls in the style of Hermes and Qwen, of Llama 3, or of Mistral; the chat template
-shows which. If the template does not support tools, the system prompt describes them in Hermes'
-style.
+Models write calls in the style of Hermes and Qwen, of Llama 3, or of Mistral, as the chat template
+shows. If the template does not support tools, the system prompt describes them in Hermes' style.
 """
 
 import json
@@ -52,7 +51,7 @@ Tools = Sequence[Mapping[str, Any]]
 class ToolStyle:
     """Describes how a model writes calls: the text around all calls, around and between calls, and a call itself.
 
-    marker: the first text of a call, after which nothing but a call follows.
+    marker: the first text of a call; only a call may follow it.
     """
 
     marker: str

@@ -69,7 +69,7 @@ def calibrate(
     kind = drafter_kind(folder)
     origin = describe_drafter(folder).provenance
     recipe = load_recipe(run.recipe_path if run.recipe_path.is_file() else None)
-    # A run that was trained on conversations from elsewhere has none of its own.
+    # A run that was trained on other files has no conversations of its own.
     learned = origin.data.path if origin.data is not None and not run.data_path.is_file() else None
     source = data or Path(learned or run.data_path)
     if max_samples is None and data is None and kind.uses_verify_pass:
@@ -181,7 +181,7 @@ def measure(
     accuracies, roots = accuracies_at_roots(torch.cat(ranks), top)
     return {
         "accuracies": accuracies,
-        # Without a target in the draft vocabulary, nothing is known of a head's confidences.
+        # Without a target in the draft vocabulary, a head's confidences cannot be judged.
         "temperatures": [TEMPERATURES[int(row.argmin())] if row.any() else 1.0 for row in log_loss],
         "counted": counted.tolist(),
         "roots": roots,

@@ -40,8 +40,8 @@ def linear_loss(
 ) -> Tensor:
     """Returns the weighted sum of losses of the rows of softmax(hidden [n, H] @ matrix [M, H]^T + bias [M]).
 
-    The loss of a row is the cross-entropy against (1 - soft) * one-hot + soft * a row of the teacher
-    [m, M], the one that teacher_rows [n] names. weights [n]: a factor for each row; 0 for rows
+    The loss of a row is the cross-entropy against (1 - soft) * one-hot + soft * a row of the
+    teacher [m, M], given by teacher_rows [n]. weights [n]: a factor for each row; 0 for rows
     without a target. right [n]: is set to 1 or 0 for each row whose best score is the target's. The
     matmul runs in the dtype of `hidden`, and the loss is computed in fp32. The bias is not trained.
     """
@@ -79,7 +79,7 @@ def kernel_of(device: torch.device) -> "Callable[..., Tensor] | None":
             torch.allclose(ours, plain, atol=1e-5) for ours, plain in zip(*results, strict=True)
         )
         return kernel if same else None
-    except Exception:  # without Triton, or on a GPU that it does not know, it fails in many ways
+    except Exception:  # it fails in many ways without Triton, or on a GPU that Triton does not know
         return None
 
 

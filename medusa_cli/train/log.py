@@ -52,7 +52,7 @@ class Validated:
     accuracies: list[float | None]
     positions: int
     total_positions: int
-    parts: dict[str, float]  # stage 2: also how far the model has moved
+    parts: dict[str, float]  # stage 2: also the changes of the model
 
     @property
     def acceptance(self) -> float:

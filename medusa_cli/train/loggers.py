@@ -19,7 +19,7 @@ OnEvent = Callable[[Logged], None]
 def logger_of(
     name: str | None, run: Run, recipe: Recipe, resumed_at: int | None = None
 ) -> Iterator[OnEvent]:
-    """Yields a function that sends training events to the logger of this name in LOGGERS; None: it ignores them.
+    """Yields a function that sends training events to a logger in LOGGERS; without a name, it ignores them.
 
     resumed_at: the step of the checkpoint with which the training resumes.
     """
@@ -60,7 +60,7 @@ _SINGULAR = {"accuracies": "accuracy", "head_losses": "loss"}
 def _tensorboard(run: Run, recipe: Recipe, resumed_at: int | None) -> Iterator[Send]:
     from torch.utils.tensorboard import SummaryWriter
 
-    # Steps after the checkpoint are run again: those logged before are hidden.
+    # Steps after the checkpoint are run again, so the ones that were logged before are hidden.
     first = None if resumed_at is None else resumed_at + 1
     with SummaryWriter(str(run.path / "tensorboard"), purge_step=first) as writer:
         writer.add_text("recipe", f"```yaml\n{recipe.to_yaml()}```")

@@ -15,7 +15,7 @@ BLOCK = 4096
 def cross_entropy_kernel(
     logits, targets, weights, right, p, p_rows, losses, width, soft, BLOCK: tl.constexpr
 ):
-    """Reads a row of logits twice: for its largest logit and its sums, and for the gradient, which replaces it."""
+    """Reads a row of logits twice: for its largest logit and its sums, and for the gradient, which replaces the row."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     target = tl.load(targets + row)
@@ -66,7 +66,7 @@ def cross_entropy(
     p_rows: Tensor | None = None,
     soft: float = 0.0,
 ) -> Tensor:
-    """Returns what `fused_linear.PlainLoss` does, in one launch and a sum."""
+    """Returns the result of `fused_linear.PlainLoss`, in one launch and a sum."""
     losses = torch.empty(len(logits), device=logits.device)
     cross_entropy_kernel[(len(logits),)](
         logits,

@@ -89,7 +89,7 @@ STRIDE = 4
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Holds the seconds that a step's parts take: verifying by number of rows, and drafting by number of levels.
+    """Holds the seconds of a step's parts: verifying by number of rows, and drafting by number of levels.
 
     Verification time covers the pass, acceptance and the cache update. A drafter that drafts all
     levels at once takes the same time at every depth. context: the number of tokens before the

@@ -37,23 +37,24 @@ REACHED = (
 REACHED_NODES = 64
 # With fewer positions, no draft is expected to be accepted.
 NOTHING = 3_000
-# A drafter of the model before its fine-tuning: how much its accepted draft tokens grow by training on so many
-# positions (docs/training.md, "A fine-tune": from 1.69 to 1.87 tokens per step).
+# How much the accepted draft tokens of a drafter, made for the model before its fine-tuning, grow
+# by training on this many positions (docs/training.md, "A fine-tune": from 1.69 to 1.87 tokens per
+# step).
 ADAPTED_POSITIONS = 220_000
 ADAPTED_NODES = 8
 ADAPTED_GAIN = 0.87 / 0.69
-# The acceptance of a new drafter falls with position and rank as this one's does.
+# The drafter whose accuracies show how acceptance falls with position and rank.
 TYPICAL = "qwen2.5-coder-1.5b"
 # The time of drafting a level, as a share of a plain step, for a drafter that does not exist yet.
 LEVEL = 0.06
-# Halvings with which a factor is found.
+# Number of halvings in the search for a factor.
 FITTED = 16
-# A figure is given as an interval of this share below and above it.
+# Figures are shown as intervals from this share below to this share above.
 DOUBT = 0.08
 
 
 def reached(drafter: str, positions: float) -> float:
-    """Returns the acceptance length at REACHED_NODES to expect of a drafter that is trained on so many positions.
+    """Returns the expected acceptance length at REACHED_NODES of a drafter that is trained on `positions` positions.
 
     It grows with the logarithm of the positions, up to the largest training that was measured.
     """
@@ -75,7 +76,7 @@ def typical_accuracies() -> list[list[float]]:
 
 
 def adapted(accuracies: Accuracies, positions: float, limit: float) -> list[list[float]]:
-    """Returns the accuracies to expect of a related model's drafter after training on so many positions.
+    """Returns the expected accuracies of a related model's drafter after training on `positions` positions.
 
     limit: the acceptance length at ADAPTED_NODES on the model that it was made for.
     """
@@ -86,7 +87,7 @@ def adapted(accuracies: Accuracies, positions: float, limit: float) -> list[list
 
 
 def scaled(accuracies: Accuracies, nodes: int, length: float) -> list[list[float]]:
-    """Returns the accuracies times one factor, with which the best tree of so many nodes reaches a length."""
+    """Returns the accuracies times the factor with which the best tree of `nodes` nodes reaches a length."""
 
     def times(factor: float) -> list[list[float]]:
         return [[share * min(factor, 1 / max(sum(row), share)) for share in row] for row in rows]
@@ -103,7 +104,7 @@ def scaled(accuracies: Accuracies, nodes: int, length: float) -> list[list[float
 
 
 def best_length(accuracies: Accuracies, nodes: int) -> float:
-    """Returns the tokens per step of the best tree with so many nodes."""
+    """Returns the tokens per step of the best tree with `nodes` nodes."""
     return expected_length(search(accuracies, min(nodes, largest(accuracies))), accuracies)
 
 

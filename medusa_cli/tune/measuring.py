@@ -37,7 +37,7 @@ NAMES = {
     "tuned": "the new drafter",
     "tuned-static": "the new drafter with its static tree",
 }
-# Drafts are worth something if a step gives more tokens than this.
+# Drafts are useful if a step gives more tokens than this.
 ACCEPTS = 1.05
 # A related model's drafter is trained further if this share of its first choices is right.
 RIGHT = 0.2
@@ -88,7 +88,7 @@ def measure(
     recipe_of: Callable[[Run | None], Recipe],
     tick: OnTick,
 ) -> Measured:
-    """Returns the speed of what needs no training, and the speeds of distilling and training.
+    """Returns the speeds of methods without training, and of distilling and training.
 
     recipe_of: returns the recipe of a training that starts from a run's drafter, or from nothing.
     """
@@ -103,7 +103,7 @@ def measure(
     start = None
     accuracies = typical_accuracies()
     if related := shipped_by_shape(model):
-        # Where rows cost much, nothing may have been drafted, however good the drafter is.
+        # Where rows are expensive, nothing may have been drafted, even with a good drafter.
         measured = _accuracies(model, related[0], questions, answers, options)
         if measured[0][0] >= RIGHT:
             start, accuracies = related[0], measured
@@ -116,7 +116,7 @@ def measure(
     answer_s = verify[max(verify)] / max(verify) + (plain["first_token_s"] or 0.0) / ANSWER
     if recipe.distill.endpoint is not None:
         answer_s = 1 / (SERVED * plain["tokens_per_s"])
-    # As long as distilled ones, because a drafter may read prompts as well.
+    # They are as long as distilled conversations, because a drafter may read prompts as well.
     repeats = max(1, ANSWER // tokens)
     longer = [" ".join([answer] * repeats) for answer in answers]
     facts = _time_training(recipe, questions, longer, options, start)
@@ -141,7 +141,7 @@ def measure(
 
 
 def _step_times(model: ModelSource, options: LoadOptions, start: Run | None) -> StepTimes:
-    """Returns the step times with the drafter of `start`, or those to expect of a new drafter."""
+    """Returns the step times with the drafter of `start`, or the expected ones with a new drafter."""
     backbone = load_backbone(model, options)
     if start is not None:
         drafter = load_drafter(start.drafter_dir, backbone)

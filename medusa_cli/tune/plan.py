@@ -9,7 +9,7 @@ from medusa_cli.errors import UsageError
 from medusa_cli.tree.search import Accuracies, StepTimes
 from medusa_cli.tune.expectation import REACHED_NODES, adapted, reached, scaled, speedup
 
-# Passes over the data that are planned, and the most if the data ends before the time.
+# The planned number of passes over the data, and the maximum if the data ends before the time.
 EPOCHS = 3
 MAX_EPOCHS = 8
 # The last comparison has more methods than the first one, and the drafter is calibrated before it.
@@ -19,7 +19,7 @@ EAGLE_SPEED = 560 / 1501
 # Of the gains of a drafter and of n-gram matches, this share of the smaller adds to the larger. Measured: 1.64 x and
 # 1.34 x give 1.66 x together, and 1.66 x and 1.44 x give 1.82 x.
 MATCHED = 0.3
-# Time that brings less than this share more speed is not used.
+# Time that gains less than this share of speed is not used.
 WORTH = 0.01
 MIN_S = 1
 MAX_S = 30 * 24 * 3600
@@ -65,10 +65,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """Says how a time is divided, and which speedup to expect.
+    """Holds the division of a time, and the expected speedup.
 
     drafter: "start" if a related model's drafter is trained further, else the kind. tokens: the
-    answer tokens to distill, besides the known ones.
+    answer tokens to distill, without the known ones.
     """
 
     time_s: float
@@ -120,10 +120,11 @@ def _plan(time_s: float, used_s: float, measured: Measured, known: int) -> Plan:
 
 
 def expected_speedup(drafter: str, positions: float, measured: Measured) -> float:
-    """Returns the speed over plain decoding to expect of a drafter that is trained on so many positions.
+    """Returns the expected speed over plain decoding of a drafter that is trained on `positions` positions.
 
-    It is that of the tree with the most tokens per second, by the step times of this machine. A
-    drafter trained further gains on what was measured with it. Plain decoding is chosen if it is faster.
+    It is that of the tree with the most tokens per second, by the step times of this machine. For a
+    drafter that is trained further, the gain is added to its measured figures. Plain decoding is
+    chosen if it is faster.
     """
     lookup = max(1.0, measured.speedups.get("lookup", 1.0))
 

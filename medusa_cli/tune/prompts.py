@@ -75,7 +75,7 @@ def _seed(record: Any, weights: str | None, report: ReadReport) -> Conversation:
 
 
 def writes_code(model: ModelSource) -> bool:
-    """Returns True if the name of a model, or of a related one whose drafter is included, says that it writes code."""
+    """Returns True if the name of a model, or of a related model with an included drafter, says that it writes code."""
     names = [model.name, *(run.name for run in shipped_by_shape(model))]
     return any(CODE in name.lower() for name in names)
 

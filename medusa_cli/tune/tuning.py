@@ -1,4 +1,4 @@
-"""Runs the parts of a tuning in a given time; each part is what its own command does, and a killed one is resumed."""
+"""Runs the parts of a tuning in a given time. Each part does the same as its own command, and resumes after a kill."""
 
 import gc
 import logging
@@ -56,21 +56,22 @@ BATCH = 512
 GPU_BATCH = 6_144
 ADAPT_LR = 2e-4
 VALIDATIONS = 16
-# Ratio of the planned positions to those that fit in the time by the first measurement, which may be too slow.
+# Ratio of the planned positions to those that fit in the time. It is above 1, because the first
+# measurement may be too slow.
 SPARE = 2
-# The smallest amounts of data, for times that are too short.
+# The minimum amounts of data, also if the time is too short for them.
 MIN_TOKENS = 256
 MIN_POSITIONS = 2_048
 MAX_NEW_TOKENS = 256
 CONTEXT = 1_024
-# Held-out conversations that are calibrated.
+# Number of held-out conversations for the calibration.
 CALIBRATED = 200
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class State:
-    """Holds what a tuning was asked for, the seconds it used, and the result of each part that has ended.
+    """Holds the request for a tuning, the seconds it used, and the result of each part that has ended.
 
     promised: the speedup that was expected. drafter: the kind that is trained. distilled: the answer
     tokens. words: the recipe of the training that has begun. tree_nodes: the size of the saved tree,
@@ -95,7 +96,7 @@ class State:
 class Tuning:
     """Tunes a model in a run within `time_s` seconds; `dry` measures and plans only, and writes nothing.
 
-    A state that the run has is continued. With a longer time, its data grows and training begins anew.
+    An interrupted run is continued. With a longer time, its data grows and training begins again.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Tuning:
         return self.state.measured
 
     def work(self) -> None:
-        """Does what is left."""
+        """Runs the parts that have not ended."""
         if self.state.after is not None:
             return
         seeds, source = read_prompts(self.model, self.data)
@@ -178,7 +179,7 @@ class Tuning:
             write_json(self.run.path / STATE, asdict(self.state))
 
     def _tick(self, part: str, expected: Callable[[], float | None] = lambda: None) -> None:
-        """Saves the seconds now and then, and says every minute where the work is."""
+        """Saves the seconds every few seconds, and prints the progress every minute."""
         now = time.monotonic()
         if now - self._saved > SAVE_S:
             self._note()
@@ -214,7 +215,7 @@ class Tuning:
         self._note(measured=measured)
 
     def _is_worth_it(self, seeds: Sequence[Conversation]) -> bool:
-        """Says what will be done and what to expect; returns False if what needs no training is as fast."""
+        """Prints the plan and the expected speed; returns False if a method without training is as fast."""
         measured = self.measured
         best = max(measured.speedups, key=lambda name: measured.speedups[name])
         planned = plan(self.time_s, self.used_s, measured, positions_of(seeds))
@@ -234,7 +235,7 @@ class Tuning:
         return False
 
     def _say(self, planned: Plan) -> None:
-        """Says what was measured and what is planned."""
+        """Prints the measured figures and the plan."""
         measured = self.measured
         log.info(f"plain decoding: {measured.plain_per_s:,.1f} tokens/s here; without training:")
         for name, speedup in measured.speedups.items():
@@ -261,7 +262,7 @@ class Tuning:
         log.info(self.outlook(planned.expected))
 
     def outlook(self, expected: float) -> str:
-        """Returns what three times the time would bring."""
+        """Returns the expected speed with three times the time."""
         more = plan(3 * self.state.time_s, 0.0, self.measured).expected
         if more <= expected * 1.01:
             return "more time would bring less than 1 % more"
@@ -274,7 +275,7 @@ class Tuning:
         return resolve_device(self.options.device).startswith("cuda")
 
     def _words(self, drafter: str, start: Run | None) -> list[str]:
-        """Returns the words of the recipe that do not depend on the amount of data."""
+        """Returns the settings of the recipe that do not depend on the amount of data."""
         words = [f"train.validation_fraction={HELD_OUT}", "train.validation_tokens=4096"]
         if self._on_gpu:
             words += ["train.states=fresh", f"train.batch_tokens={GPU_BATCH}"]
@@ -344,7 +345,7 @@ class Tuning:
         self._note(distilled=summary["answer_tokens"])
 
     def _taps(self, drafter: str) -> tuple[int, ...]:
-        """Returns the layers whose states the drafter reads besides the last one's."""
+        """Returns the layers whose states the drafter reads in addition to the last one's."""
         if self._start is not None:
             return tuple(read_object(self._start.drafter_dir / "config.json").get("taps") or ())
         depth = self.model.text_fields["num_hidden_layers"]
@@ -354,7 +355,7 @@ class Tuning:
         """Trains for the time that is left before the end; an interrupted training is resumed."""
         resume = self.state.words is not None and checkpoint_path(self.run).is_file()
         if self.state.words is None:
-            # Of an earlier and shorter tuning.
+            # This belongs to an earlier and shorter tuning.
             checkpoint_path(self.run).unlink(missing_ok=True)
             self._note(words=self._training_words())
         assert self.state.words is not None
@@ -386,7 +387,7 @@ class Tuning:
         self._note(trained=trained.figures)
 
     def _training_words(self) -> list[str]:
-        """Returns the recipe of a training that may take longer than the time that is left: it is cut to fit."""
+        """Returns the settings of a training that is cut off when the time is over."""
         measured = self.measured
         tokens = self.state.distilled or MIN_TOKENS
         possible = round(SPARE * self._left_s() / measured.position_s)
@@ -439,7 +440,7 @@ class Tuning:
         return max(budgets(accuracies, times), key=lambda size: size.tokens_per_s)
 
     def _choose(self, questions: list[Question]) -> None:
-        """Measures the drafter with its trees beside what needs no training, and chooses the fastest."""
+        """Measures the drafter with its trees and the methods without training, and chooses the fastest."""
         own = f"{self.run.path}/"
         drafts = {"tuned": choose(self.model, own, None, None)}
         if (self.state.tree_nodes or 0) > 1:
@@ -469,6 +470,6 @@ def has_converged(run: Run) -> bool:
 
 
 def default_run(model: str) -> Run:
-    """Returns the run of a tuning that names none; it is not called like the model, whose drafter is found by name."""
+    """Returns the default run of a tuning; its name differs from the model's, by which drafters are found."""
     name = called(model.partition(":")[0]).removesuffix(".gguf")
     return Run(RUNS / f"{name}-tuned")
