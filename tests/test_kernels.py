@@ -21,7 +21,7 @@ from medusa_cli.engine import exact, plain_kernels
 from medusa_cli.engine.reach import CHUNK, LAG, NEAR, Reach
 from medusa_cli.engine.torch_layers import TorchEngine
 from medusa_cli.files.layer_kinds import FULL, SLIDING
-from medusa_cli.train.fused_linear import PlainLoss
+from medusa_cli.train.fused_linear import PlainLoss, Targets, kernel_of
 from medusa_cli.tree import DynamicTree
 from medusa_cli.tree.tensors import GrowingTrees
 from tests.helpers import tiny_backbone
@@ -291,11 +291,15 @@ def test_loss_is_that_of_plain_torch(width: int, soft: float | None, dtype: torc
     results = []
     for compute in (loss_kernel.cross_entropy, PlainLoss()):
         own, right = logits.clone(), torch.empty(9, dtype=torch.uint8)
-        given = (targets, weights, right, p, torch.arange(3, 12), soft or 0.0)
-        results.append((compute(own, *given), right.float(), own.float()))
+        given = Targets(targets, weights, right, p, torch.arange(3, 12), soft or 0.0)
+        results.append((compute(own, given), right.float(), own.float()))
     near = 1e-5 if dtype == torch.float32 else 1e-3
     for ours, plain in zip(*results, strict=True):
         assert torch.allclose(ours, plain, rtol=near, atol=near)
+
+
+def test_loss_without_a_gpu_for_its_kernel_is_plain() -> None:
+    assert kernel_of.__wrapped__(torch.device("cuda")) is None
 
 
 def grow_by_both(pairs: int, seed: int) -> None:

@@ -20,7 +20,7 @@ from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer
-from medusa_cli.train.fused_linear import blockwise_loss, linear_loss
+from medusa_cli.train.fused_linear import Targets, blockwise_loss, linear_loss
 from medusa_cli.train.losses import (
     drafter_loss,
     stage_2_loss,
@@ -75,24 +75,16 @@ def test_blockwise_loss_is_that_of_all_rows(rows: int, dtype: torch.dtype) -> No
 
 
 def plain_linear_loss(
-    hidden: Tensor,
-    matrix: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    right: Tensor,
-    teacher: Tensor | None = None,
-    teacher_rows: Tensor | None = None,
-    *,
-    soft: float = 0.0,
-    bias: Tensor | None = None,
+    hidden: Tensor, matrix: Tensor, targets: Targets, bias: Tensor | None = None
 ) -> Tensor:
     """Computes the loss and hits of `linear_loss` directly from the formula."""
     logits = F.linear(hidden, matrix.to(hidden.dtype), bias).float()
-    right.copy_(logits.argmax(-1) == targets)
-    wanted = F.one_hot(targets, len(matrix)).float()
-    if teacher is not None and teacher_rows is not None:
-        wanted = (1 - soft) * wanted + soft * teacher[teacher_rows].float()
-    return F.cross_entropy(logits, wanted, reduction="none") @ weights
+    targets.right.copy_(logits.argmax(-1) == targets.ids)
+    wanted = F.one_hot(targets.ids, len(matrix)).float()
+    if targets.teacher is not None:
+        shares = targets.teacher[targets.teacher_rows].float()
+        wanted = (1 - targets.soft) * wanted + targets.soft * shares
+    return F.cross_entropy(logits, wanted, reduction="none") @ targets.weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -112,8 +104,8 @@ def test_linear_loss_is_the_plain_one(dtype: torch.dtype, soft: float, has_bias:
     results = []
     for function in (linear_loss, plain_linear_loss):
         right = torch.empty(150, dtype=torch.uint8)
-        given = (hidden, matrix, targets, weights, right, teacher, teacher_rows)
-        loss = function(*given, soft=soft, bias=bias)
+        given = Targets(targets, weights, right, teacher, teacher_rows, soft)
+        loss = function(hidden, matrix, given, bias)
         grads = torch.autograd.grad(loss, [hidden, matrix])
         results.append((loss.detach(), right.tolist(), *grads))
     (ours, our_hits, *our_grads), (plain, plain_hits, *plain_grads) = results

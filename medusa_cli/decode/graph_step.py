@@ -273,7 +273,7 @@ def tree_operations(device: torch.device) -> TreeOperations:
         trees = sample_trees(device)
         pairs = zip(grown(*trees, *plain), grown(*trees, *ours), strict=True)
         return ours if all(torch.equal(*pair) for pair in pairs) else plain
-    except Exception:  # without Triton, or on a GPU that it does not know, it fails in many ways
+    except Exception:  # it fails in many ways without Triton, or on a GPU that Triton does not know
         return plain
 
 

@@ -5,6 +5,7 @@ time to fill it.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -26,24 +27,37 @@ def rows_at_once(device: torch.device) -> int:
     return ROWS if device.type == "cpu" else GPU_ROWS
 
 
-def linear_loss(
-    hidden: Tensor,
-    matrix: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    right: Tensor,
-    teacher: Tensor | None = None,
-    teacher_rows: Tensor | None = None,
-    *,
-    soft: float = 0.0,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Returns the weighted sum of losses of the rows of softmax(hidden [n, H] @ matrix [M, H]^T + bias [M]).
+@dataclass(frozen=True)
+class Targets:
+    """Holds the target distributions of n rows: (1 - soft) * one-hot(ids [n]) + soft * teacher[teacher_rows [n]].
 
-    The loss of a row is the cross-entropy against (1 - soft) * one-hot + soft * a row of the
-    teacher [m, M], given by teacher_rows [n]. weights [n]: a factor for each row; 0 for rows
-    without a target. right [n]: is set to 1 or 0 for each row whose best score is the target's. The
-    matmul runs in the dtype of `hidden`, and the loss is computed in fp32. The bias is not trained.
+    weights [n]: a factor for each row's loss; 0 for rows without a target. right [n]: is set to 1 or 0
+    for each row whose best score is the target's. teacher [m, M]: the teacher's probabilities.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    right: Tensor
+    teacher: Tensor | None = None
+    teacher_rows: Tensor | None = None
+    soft: float = 0.0
+
+    def __getitem__(self, rows: slice) -> "Targets":
+        return replace(
+            self,
+            ids=self.ids[rows],
+            weights=self.weights[rows],
+            right=self.right[rows],
+            teacher_rows=None if self.teacher_rows is None else self.teacher_rows[rows],
+        )
+
+
+def linear_loss(
+    hidden: Tensor, matrix: Tensor, targets: Targets, bias: Tensor | None = None
+) -> Tensor:
+    """Returns the weighted sum of cross-entropies of the rows of softmax(hidden [n, H] @ matrix [M, H]^T + bias [M]).
+
+    The matmul runs in the dtype of `hidden`, and the loss is computed in fp32. The bias is not trained.
     """
     bias = None if bias is None else bias.to(hidden.dtype)
     compute = kernel_of(hidden.device) or PlainLoss()
@@ -53,8 +67,7 @@ def linear_loss(
             return F.linear(rows, matrix.to(rows.dtype), bias)
 
     def loss(logits: Tensor, block: slice) -> Tensor:
-        rows = None if teacher_rows is None else teacher_rows[block]
-        return compute(logits, targets[block], weights[block], right[block], teacher, rows, soft)
+        return compute(logits, targets[block])
 
     return blockwise_loss(loss, linear, hidden, [matrix])
 
@@ -68,13 +81,13 @@ def kernel_of(device: torch.device) -> "Callable[..., Tensor] | None":
         from medusa_cli.train.loss_kernel import cross_entropy as kernel
 
         numbers = torch.arange(300, device=device).sin().view(3, 100)
-        targets = torch.tensor([0, 50, 99], device=device)
+        ids = torch.tensor([0, 50, 99], device=device)
         results = []
         for compute in (kernel, PlainLoss()):
             logits = 3 * numbers
             right = torch.empty(3, dtype=torch.uint8, device=device)
-            arguments = (targets, numbers[0, :3], right, numbers.softmax(-1), targets % 3, 0.5)
-            results.append((compute(logits, *arguments), right.float(), logits))
+            targets = Targets(ids, numbers[0, :3], right, numbers.softmax(-1), ids % 3, 0.5)
+            results.append((compute(logits, targets), right.float(), logits))
         same = all(
             torch.allclose(ours, plain, atol=1e-5) for ours, plain in zip(*results, strict=True)
         )
@@ -89,29 +102,18 @@ class PlainLoss:
     def __init__(self) -> None:
         self._log_softmax = LogSoftmax()
 
-    def __call__(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        weights: Tensor,
-        right: Tensor,
-        p: Tensor | None = None,
-        p_rows: Tensor | None = None,
-        soft: float = 0.0,
-    ) -> Tensor:
-        """Returns the weighted sum of the cross-entropies of logits [n, M], whose gradient overwrites the logits.
-
-        The target distribution is (1 - soft) * one-hot(targets [n]) + soft * p[p_rows]. weights [n]: a
-        factor for each row. right [n]: is set to 1 for rows whose largest logit is the target's.
-        """
+    def __call__(self, logits: Tensor, targets: Targets) -> Tensor:
+        """Returns the weighted sum of the cross-entropies of logits [n, M], whose gradient overwrites the logits."""
         log_q = self._log_softmax(logits)
-        torch.eq(log_q.argmax(-1), targets, out=right)
-        columns = targets[:, None]
-        hard = weights * (soft - 1.0 if p is not None else -1.0)
+        torch.eq(log_q.argmax(-1), targets.ids, out=targets.right)
+        columns = targets.ids[:, None]
+        weights = targets.weights
+        soft = targets.soft
+        hard = weights * (soft - 1.0 if targets.teacher is not None else -1.0)
         total = torch.dot(log_q.gather(1, columns)[:, 0], hard)
         shares = None
-        if p is not None:
-            shares = p[p_rows].float()
+        if targets.teacher is not None:
+            shares = targets.teacher[targets.teacher_rows].float()
             total -= soft * torch.dot(
                 torch.bmm(shares[:, None], log_q[:, :, None]).view(-1), weights
             )

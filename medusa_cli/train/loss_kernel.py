@@ -2,6 +2,8 @@
 
 # mypy: disable-error-code="misc, no-untyped-def, no-untyped-call"
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -57,27 +59,19 @@ def cross_entropy_kernel(
         tl.store(logits + column, (slope * weight).to(logits.dtype.element_ty), mask=inside)
 
 
-def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    right: Tensor,
-    p: Tensor | None = None,
-    p_rows: Tensor | None = None,
-    soft: float = 0.0,
-) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
     """Returns the result of `fused_linear.PlainLoss`, in one launch and a sum."""
     losses = torch.empty(len(logits), device=logits.device)
     cross_entropy_kernel[(len(logits),)](
         logits,
-        targets,
-        weights,
-        right,
-        p,
-        p_rows,
+        targets.ids,
+        targets.weights,
+        targets.right,
+        targets.teacher,
+        targets.teacher_rows,
         losses,
         logits.shape[1],
-        soft if p is not None else 0.0,
+        targets.soft if targets.teacher is not None else 0.0,
         BLOCK,
         num_warps=8,
     )

@@ -21,6 +21,7 @@ from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.train.fused_linear import (
     LogSoftmax,
     PlainLoss,
+    Targets,
     blockwise_loss,
     linear_loss,
     rows_at_once,
@@ -152,24 +153,25 @@ def model_loss(
     following = batch.next[batch.learned]
     everywhere = torch.ones(len(following), device=states.device)
     right = torch.empty(len(following), dtype=torch.uint8, device=states.device)
+    targets = Targets(following, everywhere, right)
     log_softmax, original_softmax, plain = LogSoftmax(), LogSoftmax(), PlainLoss()
 
     def loss(logits: Tensor, block: slice) -> Tensor:
-        targets = following[block]
         if teacher is None and not cost:
-            return plain(logits, targets, everywhere[block], right[block])
+            return plain(logits, targets[block])
+        ids = following[block]
         scores = log_softmax(logits)
         if cost:
-            cost["nll"] = cost["nll"] + F.nll_loss(scores, targets, reduction="sum")
+            cost["nll"] = cost["nll"] + F.nll_loss(scores, ids, reduction="sum")
         if teacher is None:
-            return plain(logits, targets, everywhere[block], right[block])
+            return plain(logits, targets[block])
         original_scores = original_softmax(backbone.finish_logits(own_head(teacher[block])))
         shares = torch.exp(original_scores, out=original_softmax.spare[: len(original_scores)])
         kl = torch.dot(shares.view(-1), original_scores.view(-1)) - torch.dot(
             shares.view(-1), scores.view(-1)
         )
         if cost:
-            nll = F.nll_loss(original_scores, targets, reduction="sum")
+            nll = F.nll_loss(original_scores, ids, reduction="sum")
             alike = scores.argmax(-1) == original_scores.argmax(-1)
             cost["kl"] = cost["kl"] + kl
             cost["nll_original"] = cost["nll_original"] + nll
@@ -177,7 +179,7 @@ def model_loss(
         if objective == "kl":
             logits.copy_(scores.exp_().sub_(shares))
             return kl
-        return plain(logits, targets, everywhere[block], right[block])
+        return plain(logits, targets[block])
 
     count = len(following)
     weights = [weight for weight in lm_head.parameters() if weight.requires_grad]
@@ -246,12 +248,8 @@ def drafter_loss(
     losses = []
     for k, states in enumerate(drafter.head_states(backbone, batch)):
         hidden, matrix = drafter.factors(backbone, k, states, tokens[k])
-        loss = linear_loss(
-            *(hidden, scored(matrix), targets[k], weights[k], right[k], p, ahead[k + 1]),
-            soft=soft,
-            bias=bias,
-        )
-        losses.append(loss)
+        wanted = Targets(targets[k], weights[k], right[k], p, ahead[k + 1], soft)
+        losses.append(linear_loss(hidden, scored(matrix), wanted, bias))
         every.append(states)
     by_head = torch.stack(losses)
     total = by_head.sum()

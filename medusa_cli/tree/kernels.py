@@ -211,7 +211,7 @@ def longest_path_kernel(
 def longest_path(
     chosen: Tensor, tokens: Tensor, depth: Tensor, parents: Tensor, tree_mask: Tensor, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `accept.longest_path` does, in one launch."""
+    """Returns the results of `accept.longest_path`, in one launch."""
     size, count = tokens.shape
     results = tokens.new_empty(size, 2 + 2 * length)
     on_path = torch.empty(size, count, dtype=torch.bool, device=tokens.device)

@@ -34,7 +34,7 @@ from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer
-from medusa_cli.train.fused_linear import PlainLoss, kernel_of
+from medusa_cli.train.fused_linear import PlainLoss, Targets, kernel_of
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.tensors import GrowingTrees
 from tests.bench.gpu_lab import HEADS, LEVELS, WORDS, Lab
@@ -168,12 +168,12 @@ def loss(lab: Lab, name: str) -> Facts:
     yield {"kernel_agrees": ways["kernel"] is not None}
     for rows, width in shapes:
         logits = torch.randn(rows, width, device=lab.device, dtype=torch.bfloat16)
-        targets = torch.arange(rows, device=lab.device)
-        weights = torch.ones(rows, device=lab.device)
+        ids = torch.arange(rows, device=lab.device)
         right = torch.empty(rows, dtype=torch.uint8, device=lab.device)
+        targets = Targets(ids, torch.ones(rows, device=lab.device), right)
         for way, compute in ways.items():
             if compute is not None:
-                work = partial(compute, logits, targets, weights, right)
+                work = partial(compute, logits, targets)
                 yield {"way": way, "shape": [rows, width], "us": 1e6 * lab.seconds(work)}
 
 
