@@ -243,11 +243,11 @@ def test_a_file_system_without_locks_warns(
         ("qwen2.5-coder-0.5b", "qwen2.5-coder-0.5b"),
         ("Qwen/Qwen2.5-Coder-0.5B-Instruct", "qwen2.5-coder-0.5b"),
         ("/models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", "qwen2.5-coder-0.5b"),
-        ("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m"),
+        ("Qwen2.5-Coder-1.5B-Instruct.Q4_1.gguf", "qwen2.5-coder-1.5b"),
         ("Qwen/Qwen2.5-Coder-0.5Beta", None),
         ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "qwen2.5-coder-1.5b"),
         ("Qwen/Qwen2.5-Coder-3B-Instruct", None),
-        ("my/smollm2-135m/other", None),
+        ("my/qwen2.5-coder-0.5b/other", None),
     ],
 )
 def test_shipped_drafter_is_found_by_a_model_file_s_name(model: str, drafter: str | None) -> None:
@@ -256,13 +256,16 @@ def test_shipped_drafter_is_found_by_a_model_file_s_name(model: str, drafter: st
 
 
 def test_shipped_drafter_is_not_taken_for_another_size(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "smollm2-135m-tiny")
+    model = save_model(tmp_path / "qwen2.5-coder-0.5b-tiny")
     with pytest.raises(UserError, match="no drafter ships for the model"):
         choose(ModelSource.of(str(model)), None, None, None)
     assert choose(ModelSource.of(str(model)), None, None, None, lookup=True).drafter is None
 
 
-def test_shipped_drafter_is_taken_for_a_gguf_file_of_its_shape(tmp_path: Path) -> None:
+def test_shipped_drafter_is_taken_for_a_gguf_file_of_its_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_cli.runs.run.SHIPPED", Path(__file__).parent / "pretrained")
     shipped = Run.pretrained("smollm2-135m")
     original = ModelSource.of("smollm2-135m").gguf
     assert shipped is not None and original is not None
@@ -301,15 +304,15 @@ def test_a_run_with_only_an_adapter_takes_a_drafter_or_n_grams(tmp_path: Path) -
 
 
 def test_shipped_drafter_is_not_exported_for_another_size(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "smollm2-135m-tiny")
+    model = save_model(tmp_path / "qwen2.5-coder-0.5b-tiny")
     words = ("export", "--to", "drafter", "--model", model, "--output", tmp_path / "out")
     assert "no drafter ships" in medusa(*words, exit_code=1).stderr
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("model", ["./smollm2-135m-x", "/a/b/smollm2-135m.gguf"])
+@pytest.mark.parametrize("model", ["./qwen2.5-coder-0.5b-x", "/a/b/qwen2.5-coder-0.5b.gguf"])
 def test_a_missing_path_with_a_shipped_drafter_s_name_is_named(model: str) -> None:
-    with pytest.raises(UserError, match="smollm2-135m"):
+    with pytest.raises(UserError, match="qwen2.5-coder-0.5b"):
         choose(ModelSource.of(model), None, None, None)
 
 
