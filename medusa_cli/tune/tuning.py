@@ -55,6 +55,9 @@ SAVE_S = 5.0
 BATCH = 512
 GPU_BATCH = 6_144
 ADAPT_LR = 2e-4
+# Rows of the lm_head, which do not learn, for small batches and few answers (docs/log.md, "Training").
+NEW_DRAFTER = ("drafter.matrices=none", "drafter.draft_vocab_size=16384", "train.lr=1e-3")
+NEW_HYDRA = ("drafter.prefix_layers=1", "train.regress=5")
 VALIDATIONS = 16
 # Ratio of the planned positions to those that fit in the time. It is above 1, because the first
 # measurement may be too slow.
@@ -283,7 +286,7 @@ class Tuning:
             words += [f"train.batch_tokens={BATCH}"]
         if start is not None:
             return [*words, f"train.lr={ADAPT_LR}"]
-        return [drafter, *(["drafter.prefix_layers=1"] if drafter == "hydra" else []), *words]
+        return [drafter, *NEW_DRAFTER, *(NEW_HYDRA if drafter == "hydra" else ()), *words]
 
     def _recipe(self, words: Sequence[str], start: Run | None) -> Recipe:
         flags = {"model": self.model.name, "distill.endpoint": self.endpoint}
