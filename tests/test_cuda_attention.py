@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from medusa_cli.decode.graph_step import tree_operations
 from medusa_cli.drafters.layers import SlotRows
 from medusa_cli.engine.attention import (
     behind,
@@ -16,6 +17,7 @@ from medusa_cli.engine.attention import (
     visible_behind,
 )
 from medusa_cli.model.masks import additive
+from medusa_cli.tree.tensors import GrowingTrees
 from tests.device import NAME, STANDS, Device, flash
 
 SIZE, CAPACITY, DIM = 3, 48, 8
@@ -101,6 +103,12 @@ def test_rows_of_a_drafters_layer_see_each_other_once_behind_an_empty_slot(
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(32, 32, 128), (32, 8, 128), (9, 3, 64)])
 def test_gpu_attends_by_lengths(heads: int, kv: int, dim: int, dtype: torch.dtype) -> None:
     assert reads_by_length(torch.device("cuda", 0), dtype, heads, kv, dim)
+
+
+@pytest.mark.gpu
+def test_gpu_grows_trees_by_kernels() -> None:
+    growing, _ = tree_operations(torch.device("cuda", 0))
+    assert growing is not GrowingTrees
 
 
 def test_device_without_the_kernels_reads_under_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
