@@ -16,7 +16,7 @@ from torch import Tensor
 from medusa_cli.decode.accept import longest_path
 from medusa_cli.decode.policy import ROOT
 from medusa_cli.decode.sampler import Sampler, draw, nucleus
-from medusa_cli.device import numbered, upload
+from medusa_cli.device import upload
 from medusa_cli.drafters.base import NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.slots import LayerSlots, NewTensors
@@ -136,7 +136,7 @@ class GraphStep:
         width = engine.backbone.hidden_size * len(taps)
         self.hidden = torch.zeros(batch * reads, width, dtype=engine.dtype, device=device)
         self.params = sampling_params([], batch, self._count).to(device)
-        self._every = numbered(rows, device)
+        self._each_bit = torch.tensor(self._own_bits, device=device)
         self._ones = torch.ones_like(self.tokens)
         self._itself = torch.ones(batch, 1, 1, dtype=torch.bool, device=device)
         self._run_again: Callable[[], Results] = self._run
@@ -211,7 +211,7 @@ class GraphStep:
         if self._rows == 1:
             return self._run_roots()
         growing, follow = tree_operations(self.bits.device)
-        tree_mask = (self.bits[..., None] >> self._every & 1).bool()  # [B, N, N]
+        tree_mask = (self.bits[..., None] & self._each_bit) != 0  # [B, N, N]
         trees = TreeTensors(self.nodes, tree_mask)
         if self._drafter is not None and self._slots is not None:
             start, held, count, *_ = self._new.unbind(1)

@@ -88,16 +88,19 @@ def behind(
     near, near_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         grouped, key, value, mask.expand(size, kv, -1, -1), True, scale=scale
     )
-    near_sum = near_sum[..., : grouped.shape[2]]  # the kernel pads it
-    near = near.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4).reshape(far.shape)
-    near_sum = near_sum.unflatten(2, (-1, rows)).permute(0, 3, 1, 2).reshape(count, heads)
-    seen = merged(far, far_sum.transpose(0, 1), near, near_sum).to(query.dtype)
-    return seen.reshape(count, heads * dim)  # the kernel's output has the strides of the query
+    # As views [B, R, KV, G, D] and [B, R, KV, G]; the kernel pads its sums.
+    near = near.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4)
+    near_sum = near_sum[..., : grouped.shape[2]].unflatten(2, (-1, rows)).permute(0, 3, 1, 2)
+    far, far_sum = far.view(near.shape), far_sum.T.unflatten(0, (size, rows)).view(near_sum.shape)
+    return merged(far, far_sum, near, near_sum).view(count, heads * dim)
 
 
 def merged(far: Tensor, far_sum: Tensor, near: Tensor, near_sum: Tensor) -> Tensor:
-    """Merges the attention outputs [.., D] over two sets of columns by their log-sum-exps [..]."""
-    return far + (near_sum - far_sum).sigmoid()[..., None] * (near - far)
+    """Merges the attention outputs [.., D] over two sets of columns by their log-sum-exps [..], in fp32."""
+    share = (near_sum - far_sum).sigmoid()[..., None]
+    # An output of its own makes it contiguous, and rounds it in the same kernel.
+    out = torch.empty(far.shape, dtype=far.dtype, device=far.device)
+    return torch.addcmul(far, share, near - far, out=out)
 
 
 def columns_read(lengths: Tensor, rows: int, kv: int, capacity: int) -> list[Tensor]:
