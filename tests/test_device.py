@@ -75,8 +75,8 @@ LAUNCHES = 20
 KERNELS = {1: (15, 12, 12), 64: (21, 50, 21)}
 DRAFTING = {
     "medusa": (54, 126, 46),
-    "hydra++-prompt": (91, 163, 83),
-    "eagle-draft": (153, 231, 151),
+    "hydra++-prompt": (90, 162, 82),
+    "eagle-draft": (150, 228, 148),
 }
 CAPTURED = ("medusa", "medusa-bias", "hydra", "hydra++-prompt", "amphista-prompt", "eagle-draft")
 
@@ -355,10 +355,10 @@ FOUR = "drafter.num_heads=4"
 TRAINING = {
     "medusa": (["drafter=medusa", FOUR], 101),
     "hydra": (["drafter=hydra", FOUR], 136),
-    "hydra++": (["drafter=hydra", FOUR, "drafter.prefix_layers=1", "drafter.matrices=one"], 219),
-    "amphista": (["drafter=amphista", FOUR, "train.soft=0.5"], 310),
-    "eagle": (["drafter=eagle", "drafter.num_heads=5"], 566),
-    "eagle-fresh": (["drafter=eagle", "drafter.num_heads=5", "train.states=fresh"], 622),
+    "hydra++": (["drafter=hydra", FOUR, "drafter.prefix_layers=1", "drafter.matrices=one"], 218),
+    "amphista": (["drafter=amphista", FOUR, "train.soft=0.5"], 308),
+    "eagle": (["drafter=eagle", "drafter.num_heads=5"], 561),
+    "eagle-fresh": (["drafter=eagle", "drafter.num_heads=5", "train.states=fresh"], 617),
 }
 
 

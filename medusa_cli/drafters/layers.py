@@ -352,7 +352,7 @@ def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Rotates queries or keys [.., n, D] according to positions [.., n]; the halves of D form the pairs."""
     half = x.shape[-1] // 2
-    angles = positions.float()[..., None] * _rates(half, theta, x.device)  # [.., n, D]
+    angles = positions[..., None] * _rates(half, theta, x.device)  # fp32 [.., n, D]
     rolled = x.roll(half, -1)
     return torch.addcmul(x * angles.cos(), rolled, angles.sin()).to(x.dtype)
 
