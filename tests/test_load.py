@@ -151,14 +151,6 @@ def test_an_index_that_is_not_followed_is_told(
     assert [record.message for record in caplog.records if INDEX in record.message]
 
 
-@pytest.mark.quick(
-    "config.json-hidden_act-no_such-could not be loaded",
-    "config.json-intermediate_size-10000000-gate_proj",
-    "config.json-num_attention_heads-5-could not be loade",
-    "config.json-num_hidden_layers-1000000000-num_hidden_layers",
-    "config.json-num_hidden_layers-900-could not be loaded",
-    "generation_config.json-eos_token_id-value9-eos_token_i",
-)
 @pytest.mark.parametrize(
     ("name", "field", "value", "match"),
     [
