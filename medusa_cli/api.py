@@ -166,7 +166,7 @@ class Medusa:
         with self.lock:
             if self.store is not None:
                 for decoder in self.idle:
-                    decoder.save_prefixes()
+                    decoder.prefixes.save()
                 self.store.close()
             self.idle.clear()
             self._loaded = None

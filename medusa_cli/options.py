@@ -230,12 +230,7 @@ class DraftFlags:
         """Returns the files that belong together; raises UserError if one is missing or the model is not supported."""
         model = None if self.model is None else ModelSource.of(self.model)
         choice = choose(
-            model,
-            self.run,
-            self.drafter,
-            self.tree,
-            need_drafter=need_drafter,
-            lookup=self.lookup,
+            model, self.run, self.drafter, self.tree, need_drafter=need_drafter, lookup=self.lookup
         )
         check_model_files(choice.source)
         return choice

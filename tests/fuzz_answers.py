@@ -170,7 +170,7 @@ class Place:
         if store is not None:
             # A killed server has not written what is in memory.
             if self.chance.random() < 0.7:
-                decoder.save_prefixes()
+                decoder.prefixes.save()
             store.close()
 
 
@@ -222,7 +222,7 @@ def answered(
             for sequence, step in decoder.step():
                 answers[sequence.number][1].append(step)
             if chance.random() < 0.3:
-                decoder.store_next()
+                decoder.prefixes.store_next()
 
 
 def fuzz(number: int, answers: int) -> tuple[Counter[str], list[str]]:

@@ -132,7 +132,7 @@ def test_reuse_ends_at_a_limit_and_with_forgetting(monkeypatch: pytest.MonkeyPat
         sequence.cancel()
         assert rows == [rows_now]
         if rows_now == 1:
-            decoder.clear_prefix_cache()
+            decoder.prefixes.clear()
 
 
 def test_short_common_beginning_does_not_cost_a_long_text_its_slot(
@@ -394,7 +394,7 @@ def test_memory_is_taken_from_the_text_that_is_worth_least(monkeypatch: pytest.M
     free = iter([40, 40, 80, 80, 80, 80])
     monkeypatch.setattr("medusa_cli.decode.decoder.free_memory", lambda device: next(free) * row)
     decoder.admit(Request([40, 41, 42], 60, stop_ids=()))
-    left = [own.tokens[0] for own in decoder._prefixes._slots if own is not None and own.done]
+    left = [own.tokens[0] for own in decoder.prefixes._slots if own is not None and own.done]
     assert left == [OPENING[-1]]
 
 

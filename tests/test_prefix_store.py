@@ -70,7 +70,7 @@ def test_answers_after_a_restart_have_the_same_bits(
     first = decoder_of(backbone, drafter, tree, slots=2, store=store_of(tmp_path, backbone))
     prompt = TEXT[:150]
     answer, _, _ = run(first, prompt)
-    first.save_prefixes()
+    first.prefixes.save()
     later = [*prompt, *answer, 7, 8, 9]
     expected = run(decoder_of(backbone, drafter, tree), later)
 
@@ -88,7 +88,7 @@ def stored(backbone: Backbone, folder: Path, prompt: list[int], **options: Any) 
     """Stores the text of a prompt and its answer; returns the answer."""
     decoder = decoder_of(backbone, store=store_of(folder, backbone), **options)
     tokens, _, _ = run(decoder, prompt)
-    decoder.save_prefixes()
+    decoder.prefixes.save()
     return tokens
 
 
@@ -129,7 +129,7 @@ def test_a_killed_server_has_written_the_blocks_of_long_prompts(model: str, tmp_
     decoder.admit(Request(TEXT[:200], 50, stop_ids=()))
     for _ in range(6):
         decoder.step()
-        decoder.store_next()
+        decoder.prefixes.store_next()
     store.finish()
     assert len(list(tmp_path.iterdir())) == 3 + (model != "llama")
     _, reused = fresh(backbone, tmp_path, TEXT[:250])
@@ -206,7 +206,7 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     tokens, _, _ = run(decoder, TEXT[:150])
     assert tokens == run(decoder_of(backbone), TEXT[:150])[0]
-    decoder.save_prefixes()
+    decoder.prefixes.save()
     assert fresh(backbone, folder, TEXT[:151])[1] == 150
 
 
@@ -241,7 +241,7 @@ def test_the_least_recently_used_files_are_removed_ends_first(tmp_path: Path) ->
     limited = store_of(tmp_path, backbone, limit=int(1.8 * size))
     decoder = decoder_of(backbone, store=limited)
     run(decoder, other)
-    decoder.save_prefixes()
+    decoder.prefixes.save()
     left = sum(file.stat().st_size for file in tmp_path.iterdir())
     assert 0.8 * size < left <= 1.8 * size
     assert fresh(backbone, tmp_path, [*other, 7])[1] == BLOCK * 3

@@ -139,11 +139,7 @@ class Bench:
         return self._document(backbone, loaded, results)
 
     def _answer(
-        self,
-        backbone: Backbone,
-        methods: Mapping[str, Method],
-        results: list[Result],
-        watch: Watch,
+        self, backbone: Backbone, methods: Mapping[str, Method], results: list[Result], watch: Watch
     ) -> None:
         count = self.max_new_tokens
         answer_all(backbone, methods, results, count, self.batch_size, self.cached, watch)

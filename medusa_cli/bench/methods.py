@@ -118,7 +118,7 @@ def our_method(
         prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens
     ) -> list[Measurement]:
         if not cached:
-            decoder.clear_prefix_cache()  # the other methods run every prompt from its start, too
+            decoder.prefixes.clear()  # the other methods run every prompt from its start, too
         answers = [Measurement([[]]) for _ in prompts]
         requests = (Request(prompt, max_new_tokens, sampling) for prompt in prompts)
         for sequence, step in decoder.run(requests):

@@ -142,7 +142,7 @@ def timed_steps(
     """
     from medusa_cli.decode import Answer
 
-    decoder.clear_prefix_cache()  # so that each method runs the whole prompt
+    decoder.prefixes.clear()  # so that each method runs the whole prompt
     answer = Answer(backbone)
     steps = decoder.run([request])
     while True:

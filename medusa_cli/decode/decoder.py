@@ -80,8 +80,8 @@ class Decoder:
             self.taps == (-1,) and not drafter.fork().reads_every_step
         )
         self.cache = self.engine.new_cache(slots)
-        self._prefixes = PrefixCache(self.cache, drafter, self.engine.row_bytes, store)
-        self._prefill = Prefill(backbone, drafter, self.cache, self._prefixes, self.taps)
+        self.prefixes = PrefixCache(self.cache, drafter, self.engine.row_bytes, store)
+        self._prefill = Prefill(backbone, drafter, self.cache, self.prefixes, self.taps)
         self._keeping = False  # a step has begun to accept tokens
         graphs = captures(self.engine) if cuda_graphs is None else cuda_graphs
         self.cuda_graphs: CudaGraphs | None = None
@@ -106,11 +106,11 @@ class Decoder:
     @property
     def sequences(self) -> list[Sequence]:
         """Returns the running sequences whose prefill is complete."""
-        return self._prefixes.running
+        return self.prefixes.running
 
     @property
     def free_slots(self) -> int:
-        return self._prefixes.free
+        return self.prefixes.free
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Sequence, Step]]:
         """Decodes requests, as many at a time as there are slots.
@@ -157,8 +157,8 @@ class Decoder:
         self._take_slot(sequence)
         try:
             yield sequence, None
-            yield from self._prefixes.restore(sequence)
-            keep_states = self._keeps_states(len(self._prefixes.taken))
+            yield from self.prefixes.restore(sequence)
+            keep_states = self._keeps_states(len(self.prefixes.taken))
             depth = self.policy.max_depth
             step = yield from self._prefill.run(sequence, piece_s, keep_states, depth)
             if piece_s is not None and self.cuda_graphs is None:
@@ -168,7 +168,7 @@ class Decoder:
             sequence.cancel()
             # A pass that did not end may have advanced the slot's running states.
             if self.cache.stateful and not isinstance(reason, GeneratorExit):
-                self._prefixes.drop(sequence)
+                self.prefixes.drop(sequence)
             raise
         yield sequence, step
 
@@ -181,7 +181,7 @@ class Decoder:
         # Lazy rows cost nothing, and each growth copies the rows in use.
         rows = self._rows(sequence.longest) if self.cache.lazy else len(request.prompt)
         self.cache.reserve(rows)
-        self._prefixes.take(sequence, slot)
+        self.prefixes.take(sequence, slot)
 
     @property
     def prompts_at_once(self) -> int:
@@ -195,13 +195,13 @@ class Decoder:
         if self.prompts_at_once == 1:
             return [self.admit(*each) for each in zip(requests, numbers, strict=True)]
         self.backbone.check_process()
-        first = len(self._prefixes.move_running_first())
+        first = len(self.prefixes.move_running_first())
         pack: list[Sequence] = []
         try:
             for request, number in zip(requests, numbers, strict=True):
                 pack.append(Sequence(self.backbone, request, number))
                 self._take_slot(pack[-1])
-            self._prefixes.move_to(first, pack)
+            self.prefixes.move_to(first, pack)
             return self._prefill.run_pack(first, pack)
         except BaseException:
             for sequence in pack:
@@ -218,7 +218,7 @@ class Decoder:
         continue without drafts; the error is raised nevertheless.
         """
         self.backbone.check_process()
-        sequences = self._prefixes.move_running_first()
+        sequences = self.prefixes.move_running_first()
         if not sequences:
             return []
         try:
@@ -361,7 +361,7 @@ class Decoder:
             if rows is not None:
                 self.cache.fill(slot, start, end, rows)
         except BaseException:  # the slot has fewer rows than the sequence has tokens
-            self._prefixes.drop(sequence)
+            self.prefixes.drop(sequence)
             raise
         new = NewTokens(tokens, torch.cat(parts), sequence.root, start)
         sequence.unread = [new.part(max(start, sequence.read), end)]
@@ -415,7 +415,7 @@ class Decoder:
         if not self.free_slots:
             return False
         _, needed, free = self._memory_for(request, MEMORY_SHARE)
-        return needed <= free or not self._prefixes.taken
+        return needed <= free or not self.prefixes.taken
 
     def _check_memory(self, request: Request) -> int:
         """Returns the slot for a request.
@@ -437,8 +437,8 @@ class Decoder:
 
         If the memory does not suffice, it first drops cached prefixes that the request does not share.
         """
-        slot = self._prefixes.choose(request)
-        taken = {slot: self._rows(own.longest) for slot, own in self._prefixes.taken.items()}
+        slot = self.prefixes.choose(request)
+        taken = {slot: self._rows(own.longest) for slot, own in self.prefixes.taken.items()}
 
         def bytes_and_free() -> tuple[int, int]:
             rows = {**taken, slot: self._rows(self._longest(request))}
@@ -449,13 +449,13 @@ class Decoder:
 
         needed, free = bytes_and_free()
         if needed > free:
-            slot = self._prefixes.choose(request, copies=False)
+            slot = self.prefixes.choose(request, copies=False)
             needed, free = bytes_and_free()
-        while needed > free and self._prefixes.evict(but=slot):
+        while needed > free and self.prefixes.evict(but=slot):
             needed, free = bytes_and_free()
-        if needed > free and not self._prefixes.taken and self.cuda_graphs is None:
+        if needed > free and not self.prefixes.taken and self.cuda_graphs is None:
             # In this case, the old buffers need not be kept until they have been copied.
-            self._prefixes.clear()
+            self.prefixes.clear()
             self.cache.resize(FIRST_ROWS)
             needed, free = bytes_and_free()
         return slot, needed, free
@@ -467,27 +467,3 @@ class Decoder:
     def _rows(self, tokens: int) -> int:
         """Returns the rows for a sequence of this length and its drafts. The last token is not run."""
         return tokens - 1 + self.policy.size
-
-    def clear_prefix_cache(self) -> None:
-        """Drops the cached prefixes of idle slots."""
-        self._prefixes.clear()
-
-    @property
-    def cached_tokens(self) -> int:
-        """Returns the number of tokens in all slots, running or cached."""
-        return self._prefixes.tokens
-
-    @torch.inference_mode()
-    def store_next(self) -> bool:
-        """Gives the store of prefixes a part of a text, which a thread writes; returns False if there is none."""
-        try:
-            return self._prefixes.store_next()
-        except Exception as reason:
-            if not is_out_of_memory(reason):
-                raise
-            return False
-
-    @torch.inference_mode()
-    def save_prefixes(self) -> None:
-        """Writes all cached prefixes that the store lacks."""
-        self._prefixes.save()

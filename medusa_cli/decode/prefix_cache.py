@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from medusa_cli.decode.ngram import shared_length
@@ -18,6 +19,7 @@ from medusa_cli.decode.prefix_store import BLOCK, MIN_GAIN, MIN_TOKENS, PrefixSt
 from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.engine import Slots
+from medusa_cli.errors import is_out_of_memory
 
 # Seconds after which a cached prefix is half as likely to be continued.
 HALF_LIFE_S = 600.0
@@ -245,18 +247,27 @@ class PrefixCache:
 
     # Writing to the store
 
+    @torch.inference_mode()
     def store_next(self) -> bool:
-        """Gives the store one part of a text that it lacks; returns False if there is none, or the store is busy."""
+        """Gives the store one part of a text that it lacks, which a thread writes.
+
+        Returns False if there is none, the store is busy, or the memory does not suffice.
+        """
         if self._store is None or self._store.busy:
             return False
-        for sequence in self._slots:
-            if sequence is not None and (sequence.done or sequence.prefilled):
-                segment = next(self._lacking(sequence, self._store, ended=False), None)
-                if segment is not None:
-                    self._write(sequence, self._store, segment)
-                    return True
+        try:
+            for sequence in self._slots:
+                if sequence is not None and (sequence.done or sequence.prefilled):
+                    segment = next(self._lacking(sequence, self._store, ended=False), None)
+                    if segment is not None:
+                        self._write(sequence, self._store, segment)
+                        return True
+        except Exception as reason:
+            if not is_out_of_memory(reason):
+                raise
         return False
 
+    @torch.inference_mode()
     def save(self) -> None:
         """Gives the store all parts that it lacks, and waits until they are written."""
         if self._store is None:

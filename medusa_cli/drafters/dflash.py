@@ -67,10 +67,7 @@ class KnownRows:
     ) -> tuple[Tensor, Tensor]:
         """Returns the keys and values [1, heads, M, D] of all sequences, each context before its block."""
         parts = zip(
-            self._known,
-            keys[0].split(self._size, 1),
-            values[0].split(self._size, 1),
-            strict=True,
+            self._known, keys[0].split(self._size, 1), values[0].split(self._size, 1), strict=True
         )
         pairs = [
             (torch.cat([context[0], own_keys], 1), torch.cat([context[1], own_values], 1))

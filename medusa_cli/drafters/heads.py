@@ -90,16 +90,9 @@ class HeadDrafter(Scoring):
     weights_file: ClassVar[str] = "drafter.safetensors"
     config_class: ClassVar[type[HeadsConfig]] = HeadsConfig
     # Drafter keys of a recipe that only some drafters read.
-    settings: ClassVar[tuple[str, ...]] = (
-        "num_layers",
-        "matrices",
-    )
+    settings: ClassVar[tuple[str, ...]] = ("num_layers", "matrices")
     # Only the vocabulary "own" has matrices for all tokens.
-    vocabularies: ClassVar[tuple[str, ...]] = (
-        "draft",
-        "own",
-        "shared",
-    )
+    vocabularies: ClassVar[tuple[str, ...]] = ("draft", "own", "shared")
     reads_next: ClassVar[bool] = False  # rows of its decoder layers also read the next token
     drafts_in_graphs: ClassVar[bool] = False  # `fill` drafts within a CUDA graph
     sees_prompt: bool = False  # its decoder layers see a conversation from the start

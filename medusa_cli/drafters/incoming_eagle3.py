@@ -19,12 +19,7 @@ AGAIN = "download the checkpoint again"
 # Supported variants of the norms.
 NORMS = ("norm_before_residual", "norm_before_fc")
 # Unsupported variants of the layer: configs that enable one are refused.
-VARIANTS = (
-    "fc_norm",
-    "norm_output",
-    "attention_bias",
-    "mlp_bias",
-)
+VARIANTS = ("fc_norm", "norm_output", "attention_bias", "mlp_bias")
 Width = Annotated[int, Meta(ge=1, lt=1 << 24)]  # larger values overflow
 
 

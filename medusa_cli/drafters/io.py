@@ -139,12 +139,7 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
     """
     path = Path(folder) / "config.json"
     data = read_object(path, DRAFTER_CONFIG)
-    config = convert(
-        kind.read_config(data),
-        kind.config_class,
-        f"{DRAFTER_CONFIG} {path}",
-        REMEDY,
-    )
+    config = convert(kind.read_config(data), kind.config_class, f"{DRAFTER_CONFIG} {path}", REMEDY)
     model = data.get("base_model_name_or_path")
     elsewhere = kind.weights_elsewhere(Path(folder), model if isinstance(model, str) else None)
     if elsewhere is not None:

@@ -38,10 +38,7 @@ X86 = {"avx2": AVX2, "avx512": AVX512, "avx512vnni": AVX512VNNI}
 RECENT = {"avxvnni": AVXVNNI, "amx": AMX}
 # Clang sets the macros of dot products for every Mac, so the instruction set has its own macro. zig
 # knows only the second form of the flag, and GCC's own functions need the first form.
-NEON = (
-    ["-march=armv8.2-a+dotprod", "-DMEDUSA_NEON"],
-    ["-mcpu=generic+dotprod", "-DMEDUSA_NEON"],
-)
+NEON = (["-march=armv8.2-a+dotprod", "-DMEDUSA_NEON"], ["-mcpu=generic+dotprod", "-DMEDUSA_NEON"])
 
 
 def compiler() -> list[str] | None:

@@ -139,11 +139,7 @@ class InputTool(Strict):
     @property
     def function(self) -> dict[str, Any]:
         """Returns the tool in the form of OpenAI's API."""
-        return {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.input_schema,
-        }
+        return {"name": self.name, "description": self.description, "parameters": self.input_schema}
 
 
 class Choice(Strict):

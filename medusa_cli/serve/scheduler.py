@@ -203,13 +203,13 @@ class Scheduler:
                     self._admit()
                     self._prefill()
                     self._step()
-                    self._decoder.store_next()
-                    self._metrics.cached_tokens.set(self._decoder.cached_tokens)
+                    self._decoder.prefixes.store_next()
+                    self._metrics.cached_tokens.set(self._decoder.prefixes.tokens)
                 # Clients must be told, and the next request must be served.
                 except Exception as reason:
                     log.exception("a step failed; its requests fail")
                     self._fail_all(reason)
-            self._decoder.save_prefixes()
+            self._decoder.prefixes.save()
         finally:
             self.alive = False
 
@@ -222,7 +222,7 @@ class Scheduler:
                     self._changed.wait(0.2)  # `drain` does not notify
                 if self._has_work or self.closing:
                     return self._has_work
-            stored = self._decoder.store_next()
+            stored = self._decoder.prefixes.store_next()
 
     @property
     def _has_work(self) -> bool:

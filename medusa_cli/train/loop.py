@@ -37,9 +37,7 @@ class _Objective(nn.Module):
     """Computes the loss as a module of the trained weights, whose gradients processes can exchange."""
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        compute: Callable[[list[Conversation]], BatchLoss],
+        self, parameters: Sequence[nn.Parameter], compute: Callable[[list[Conversation]], BatchLoss]
     ) -> None:
         super().__init__()
         self.weights = nn.ParameterList(parameters)

@@ -5,14 +5,7 @@ from math import log
 
 from medusa_cli.runs.resolve import read_calibration
 from medusa_cli.runs.run import Run
-from medusa_cli.tree.search import (
-    Accuracies,
-    StepTimes,
-    budgets,
-    expected_length,
-    largest,
-    search,
-)
+from medusa_cli.tree.search import Accuracies, StepTimes, budgets, expected_length, largest, search
 
 
 @dataclass(frozen=True)
