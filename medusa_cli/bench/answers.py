@@ -65,11 +65,10 @@ def answer_all(
 ) -> None:
     """Adds each method's answers to the results after a warm-up; the order of methods rotates between questions.
 
-    All methods get the same prompts, in which the reference method's answers are the history of
-    later turns. Results that other methods have already answered keep their prompts. A batch of
-    questions is answered turn by turn, and its time is divided in proportion to tokens. Raises
-    UserError before any measurement if a question is longer than the context. Later turns that are
-    longer than the context are left out.
+    All methods get the same prompts, in which the reference method's answers are the history of later turns. Results
+    that other methods have already answered keep their prompts. A batch of questions is answered turn by turn, and its
+    time is divided in proportion to tokens. Raises UserError before any measurement if a question is longer than the
+    context. Later turns that are longer than the context are left out.
     """
     names = list(methods)
     fresh = not results[0].prompts
@@ -160,8 +159,7 @@ def first_difference(
 ) -> dict[str, Any] | None:
     """Returns where a method's tokens first differ from the reference's, or None if they are identical.
 
-    margin: the difference between the model's logits of the two tokens. If it is near 0, rounding
-    decided a tie.
+    margin: the difference between the model's logits of the two tokens. If it is near 0, rounding decided a tie.
     """
     pairs = zip(result.answers[reference].turns, result.answers[name].turns, strict=True)
     for turn, (expected, actual) in enumerate(pairs):
@@ -183,8 +181,7 @@ def first_difference(
 def likelihood(backbone: Backbone, results: Sequence[Result]) -> dict[str, dict[str, float]]:
     """Returns how likely each method's first-turn answers are under the model's distribution at temperature 1.
 
-    nll: nats per token. perplexity: its exponential. agreement: the share of tokens that are the
-    model's first choice.
+    nll: nats per token. perplexity: its exponential. agreement: the share of tokens that are the model's first choice.
     """
     quality = {}
     for name in results[0].answers:

@@ -57,9 +57,8 @@ class Task(NamedTuple):
 def tasks(questions: Sequence[Question], texts: Texts, reference: str) -> Iterator[Task]:
     """Yields a grading task for every answer of every method, and its comparisons with the reference's.
 
-    All methods answer a later turn after the reference's earlier answers, so these precede it. Each
-    pair of answers is compared in both orders. Identical answers are not compared, because they are
-    ties.
+    All methods answer a later turn after the reference's earlier answers, so these precede it. Each pair of answers is
+    compared in both orders. Identical answers are not compared, because they are ties.
     """
     for question in questions:
         for method, answers in texts.items():
@@ -101,9 +100,8 @@ def tally(
 ) -> dict[str, Any]:
     """Returns the mean grade of each method, and its wins, ties and losses against the reference.
 
-    A method wins or loses a pair only if both orders agree. Otherwise, the pair is a tie. Pairs
-    with an unreadable reply are not counted. outcomes: by the task's method, question, turn and
-    order.
+    A method wins or loses a pair only if both orders agree. Otherwise, the pair is a tie. Pairs with an unreadable
+    reply are not counted. outcomes: by the task's method, question, turn and order.
     """
     single = {}
     pairs = {}

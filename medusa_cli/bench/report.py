@@ -55,8 +55,7 @@ def read_bench(path: Path) -> Document:
 def write_report(paths: Mapping[str, Path], page: Path) -> list[Path]:
     """Writes benches as a self-contained HTML page, and as Markdown next to it; returns both paths.
 
-    paths: the files of the benches by name. Raises UserError if a file holds figures that no bench
-    writes.
+    paths: the files of the benches by name. Raises UserError if a file holds figures that no bench writes.
     """
     from jinja2 import Environment, FileSystemLoader
 

@@ -234,9 +234,8 @@ def by_position(
 ) -> list[dict[str, float | tuple[float, float] | None]]:
     """Returns the acceptance at draft positions 1, 2, ... from each answer's number of steps by accepted depth.
 
-    reached: the share of all steps that accepted the position (as in vLLM and SPEED-Bench), with
-    its interval. after: the share of the steps that accepted the previous position (EAGLE's
-    k-alpha).
+    reached: the share of all steps that accepted the position (as in vLLM and SPEED-Bench), with its interval. after:
+    the share of the steps that accepted the previous position (EAGLE's k-alpha).
     """
     width = 1 + max((depth for depths in answers for depth in depths), default=0)
     table = np.array([[depths.get(k, 0) for k in range(width)] for depths in answers], float)

@@ -43,10 +43,9 @@ def calibrate(
 ) -> None:
     """Measure the accuracy of every head's best guesses, from which `medusa tree` builds its tree.
 
-    Writes RUN/calibration.json and the heat map calibration.png. Without options it uses the
-    conversations that `medusa train` held out. Accuracies of another drafter, or on other
-    conversations, are shown, and saved only with --output: they do not replace the run's own
-    calibration, which `medusa tree` uses.
+    Writes RUN/calibration.json and the heat map calibration.png. Without options it uses the conversations that `medusa
+    train` held out. Accuracies of another drafter, or on other conversations, are shown, and saved only with --output:
+    they do not replace the run's own calibration, which `medusa tree` uses.
     """
     printing.configure()
     options.check_beside_picture(file)

@@ -50,9 +50,8 @@ def demo(
 ) -> None:
     """Watch three questions answered by plain decoding and with drafts, and see that only the speed differs.
 
-    Greedy decoding. Accepted draft tokens are green. A table then adds transformers, and llama.cpp
-    where xllamacpp is installed and the model has a GGUF file. This takes about a minute with the
-    default model on two cores.
+    Greedy decoding. Accepted draft tokens are green. A table then adds transformers, and llama.cpp where xllamacpp is
+    installed and the model has a GGUF file. This takes about a minute with the default model on two cores.
     """
     printing.configure()
     choice = drafting.choose()

@@ -267,10 +267,9 @@ def fitting_limits(
 ) -> tuple[int, int, int | None]:
     """Returns the slots, the context and the share of a request without a limit that fit in the free memory.
 
-    Warns if the memory holds less. In a lazy cache, one sequence may take all memory, and requests
-    wait while running ones leave too little. In another cache, every slot is as large as the
-    largest one. context: the number of tokens asked for, None for the model's. A share of None is
-    the context.
+    Warns if the memory holds less. In a lazy cache, one sequence may take all memory, and requests wait while running
+    ones leave too little. In another cache, every slot is as large as the largest one. context: the number of tokens
+    asked for, None for the model's. A share of None is the context.
     """
     from medusa_cli.decode.decoder import MEMORY_SHARE
     from medusa_cli.device import free_memory

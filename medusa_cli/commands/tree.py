@@ -64,10 +64,9 @@ def tree(
 ) -> None:
     """Find the draft tree with the highest expected acceptance length, draw it and save it.
 
-    With --budget N it is the best tree of N nodes for the accuracies that `medusa calibrate`
-    measured. --budget auto also chooses the size, from step times measured on this machine. Without
-    options, it takes the accuracies of the default run, or else of the drafter that ships; the tree
-    of that drafter is drawn but not saved.
+    With --budget N it is the best tree of N nodes for the accuracies that `medusa calibrate` measured. --budget auto
+    also chooses the size, from step times measured on this machine. Without options, it takes the accuracies of the
+    default run, or else of the drafter that ships; the tree of that drafter is drawn but not saved.
     """
     printing.configure()
     from medusa_cli.tree.search import expected_length

@@ -185,8 +185,7 @@ def unread_keys(record: dict[str, Any], messages: list[Message]) -> list[str]:
 def _text_of(content: Any) -> Any:
     """Returns the text of a message's content.
 
-    The content may be a list of parts, as in OpenAI's format. Returns None unless all of them are
-    text.
+    The content may be a list of parts, as in OpenAI's format. Returns None unless all of them are text.
     """
     if not isinstance(content, list):
         return content

@@ -37,10 +37,9 @@ _CODE = re.compile(r"code-[a-z]+-([0-9a-f]{8})-[0-9a-f]{12}")
 class Dataset:
     """Holds training conversations and held-out ones.
 
-    digest: identifies the conversations, their order and the split. states [rows, W]: the rows that
-    the conversations refer to; None: the model computes them in every step. kept: the states were
-    stored during distillation, perhaps by another backbone. columns [H * taps]: the columns of a
-    row that a drafter reads; None: all.
+    digest: identifies the conversations, their order and the split. states [rows, W]: the rows that the conversations
+    refer to; None: the model computes them in every step. kept: the states were stored during distillation, perhaps by
+    another backbone. columns [H * taps]: the columns of a row that a drafter reads; None: all.
     """
 
     train: list[Conversation]
@@ -88,10 +87,9 @@ class Dataset:
     ) -> list[list[Conversation]]:
         """Returns micro-batches of whole conversations, because a part would lack the text before it.
 
-        With states, a batch has at most `limit` trained positions, and conversations stay in order
-        unless `chance` shuffles them. Without states, a batch has at most `limit` tokens including
-        padding, and its conversations are of similar length. A conversation longer than the limit
-        forms a batch by itself.
+        With states, a batch has at most `limit` trained positions, and conversations stay in order unless `chance`
+        shuffles them. Without states, a batch has at most `limit` tokens including padding, and its conversations are
+        of similar length. A conversation longer than the limit forms a batch by itself.
         """
         batches: list[list[Conversation]] = []
         if self.states is None:
@@ -193,12 +191,11 @@ def split_conversations(
 def held_out_ids(ids: Sequence[str], fraction: float) -> set[str]:
     """Returns the ids of the held-out conversations.
 
-    The hash of an id decides, so that more data does not change the side of any conversation. The
-    parts into which ShareGPT splits a long conversation (CsuNKMw_0, CsuNKMw_17) stay together, and
-    so do turns that are separate rows in speculators data, and prompts about one file of code. If
-    one part were held out and another one trained on, the held-out part would be easier than an
-    unseen conversation. Of two or more such groups, at least one is held out (unless fraction is
-    0), but never all.
+    The hash of an id decides, so that more data does not change the side of any conversation. The parts into which
+    ShareGPT splits a long conversation (CsuNKMw_0, CsuNKMw_17) stay together, and so do turns that are separate rows in
+    speculators data, and prompts about one file of code. If one part were held out and another one trained on, the
+    held-out part would be easier than an unseen conversation. Of two or more such groups, at least one is held out
+    (unless fraction is 0), but never all.
     """
     parts: dict[str, list[str]] = {}
     for id in ids:

@@ -40,9 +40,8 @@ def read_seeds(
 ) -> tuple[list[Conversation], ReadReport]:
     """Reads the user turns of all usable conversations from a named seed, a .json/.jsonl file or a hub dataset id.
 
-    Truncated and malformed records are counted in the report and skipped. Raises UserError if no
-    record is left. random_seed, limit: used only for prompts about code, which are generated
-    instead of read.
+    Truncated and malformed records are counted in the report and skipped. Raises UserError if no record is left.
+    random_seed, limit: used only for prompts about code, which are generated instead of read.
     """
     report = ReadReport()
     if source == CODE:

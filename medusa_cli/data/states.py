@@ -245,10 +245,9 @@ def _prefill(
 ) -> None:
     """Computes the states of conversations and writes them from the rows `starts` on.
 
-    Every position except the last gets a row. The processes share the conversations and write to
-    one file of the final size. With a sharded backbone, every process runs every conversation, and
-    only the first one writes. A killed prefill resumes with the conversations whose last row is
-    missing.
+    Every position except the last gets a row. The processes share the conversations and write to one file of the final
+    size. With a sharded backbone, every process runs every conversation, and only the first one writes. A killed
+    prefill resumes with the conversations whose last row is missing.
     """
     part = path.with_name(f"{path.name}.part")
     width = backbone.hidden_size * len(taps)

@@ -24,9 +24,8 @@ def accept(
 ) -> list[Path]:
     """Returns the accepted path of each draft, given the model's logits [B, N, V] after each node.
 
-    Padding rows are not read. likeliest: the tokens [B, N] with the largest logits, if they are
-    known. Logits processors run only on the visited nodes, in order, so they see the same text as
-    without drafts.
+    Padding rows are not read. likeliest: the tokens [B, N] with the largest logits, if they are known. Logits
+    processors run only on the visited nodes, in order, so they see the same text as without drafts.
     """
     fast = any(sampler.greedy and sampler.processors is None for sampler in samplers)
     best: list[list[int]] = []
@@ -74,11 +73,10 @@ def longest_path(
 ) -> tuple[Tensor, Tensor]:
     """Follows the tokens [B, N] chosen after each node of B trees, without reading a value from the device.
 
-    It serves CUDA graphs. Its counterpart on the host is `accept`, which also runs logits
-    processors and, on a CPU, draws only at the nodes that it visits. tokens, depth, parents [B, N]
-    and tree_mask [B, N, N] describe the trees. Paths have at most `length` nodes. Returns the
-    results [B, 2 + 2 P], which are the number of accepted nodes, the bonus token, the path in order
-    and its tokens, and a mask of the path [B, N].
+    It serves CUDA graphs. Its counterpart on the host is `accept`, which also runs logits processors and, on a CPU,
+    draws only at the nodes that it visits. tokens, depth, parents [B, N] and tree_mask [B, N, N] describe the trees.
+    Paths have at most `length` nodes. Returns the results [B, 2 + 2 P], which are the number of accepted nodes, the
+    bonus token, the path in order and its tokens, and a mask of the path [B, N].
     """
     nodes = numbered(tokens.shape[1], tokens.device)
     steps = numbered(length, tokens.device)
@@ -101,8 +99,7 @@ def longest_path(
 def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
     """Returns the longest path whose tokens all have p > min(epsilon, delta * exp(-H)) (Medusa, section 3.3.1).
 
-    Among equally long paths, the most likely one wins. The bonus token is the model's most likely
-    token.
+    Among equally long paths, the most likely one wins. The bonus token is the model's most likely token.
     """
     sampling = sampler.sampling
     processors = sampler.processors

@@ -173,8 +173,7 @@ class AdaptivePolicy(DraftPolicy):
     def fork(self) -> AdaptivePolicy:
         """Returns a copy of this policy for another decoder.
 
-        Both share step costs, sizes of grown trees and the estimates per kind of sampling, and both
-        update them.
+        Both share step costs, sizes of grown trees and the estimates per kind of sampling, and both update them.
         """
         other = copy.copy(self)
         other._reset()
@@ -399,8 +398,7 @@ class AdaptivePolicy(DraftPolicy):
     def _count_plain_step(self) -> None:
         """Counts a plain step; starts to draft if that seems to pay now, or if it is time for a trial.
 
-        A trial drafts the cheapest tree, after enough plain steps to keep its cost within
-        MAX_TRIAL_COST of their time.
+        A trial drafts the cheapest tree, after enough plain steps to keep its cost within MAX_TRIAL_COST of their time.
         """
         self._plain_steps += 1
         batch = len(self._sequences)
@@ -424,8 +422,7 @@ class AdaptivePolicy(DraftPolicy):
     def _best(self) -> tuple[int, list[float]]:
         """Returns the index of the best tree, and the tokens per second of each tree.
 
-        The index is 0 (plain decoding) unless a tree gives enough more tokens per second than plain
-        decoding.
+        The index is 0 (plain decoding) unless a tree gives enough more tokens per second than plain decoding.
         """
         batch = len(self._sequences)
         ratio = self.acceptance

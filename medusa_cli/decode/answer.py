@@ -45,10 +45,9 @@ def likelihoods(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[Likeli
 class Accepted:
     """Holds an accepted path of one sequence.
 
-    path, tokens [A+1]: the accepted nodes, root first, and their tokens. ids [A+1]: the tokens on
-    the device. bonus: the token after them. hidden [A+1, H * layers]: the hidden states of the
-    path. extra_hidden [K, H]: the extra rows of the last node (FIRP). likelihoods: those of the new
-    tokens, if requested.
+    path, tokens [A+1]: the accepted nodes, root first, and their tokens. ids [A+1]: the tokens on the device. bonus:
+    the token after them. hidden [A+1, H * layers]: the hidden states of the path. extra_hidden [K, H]: the extra rows
+    of the last node (FIRP). likelihoods: those of the new tokens, if requested.
     """
 
     path: list[int]
@@ -64,9 +63,8 @@ class Accepted:
 class Step:
     """Holds the tokens and the duration of one step, in which tokens are drafted, verified, accepted and kept.
 
-    path: the accepted nodes, root first, of a tree of `nodes` nodes; () at prefill. draft_s,
-    verify_s: seconds. looked_up: the number of draft tokens from n-gram matches. growth: of the
-    drafter's tree, if it grew.
+    path: the accepted nodes, root first, of a tree of `nodes` nodes; () at prefill. draft_s, verify_s: seconds.
+    looked_up: the number of draft tokens from n-gram matches. growth: of the drafter's tree, if it grew.
     """
 
     tokens: list[int]

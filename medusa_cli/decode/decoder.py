@@ -64,10 +64,9 @@ class Decoder:
     ) -> None:
         """Creates a cache with `slots` slots.
 
-        cuda_graphs: None lets a trial decide. taps: the layers whose hidden states a sequence keeps
-        if there is no drafter. context: the expected maximum length of a sequence, for which CUDA
-        graphs reserve memory; None: the model's. store: keeps cached prefixes on disk. Raises
-        UserError in a fork of the process that loaded the model.
+        cuda_graphs: None lets a trial decide. taps: the layers whose hidden states a sequence keeps if there is no
+        drafter. context: the expected maximum length of a sequence, for which CUDA graphs reserve memory; None: the
+        model's. store: keeps cached prefixes on disk. Raises UserError in a fork of the process that loaded the model.
         """
         backbone.check_process()
         self.backbone = backbone
@@ -95,9 +94,8 @@ class Decoder:
     def _keeps_states(self, batch: int) -> bool:
         """Returns True if passes over a batch keep the states that the drafter reads.
 
-        In batches where drafts do not pay, they keep none: steps are then the same as without a
-        drafter. The final states of the last step are available anyway, and CUDA graphs always
-        return the states.
+        In batches where drafts do not pay, they keep none: steps are then the same as without a drafter. The final
+        states of the last step are available anyway, and CUDA graphs always return the states.
         """
         if self.drafter is None or self.cuda_graphs is not None or self._reads_last_step:
             return True
@@ -144,11 +142,10 @@ class Decoder:
     ) -> Generator[tuple[Sequence, Step | None]]:
         """Assigns a slot to a request and runs its prompt in pieces; yields an item before and after each piece.
 
-        The last item contains the step with the first token. In between, other sequences may take
-        steps, and other prompts may run. request: may be a sequence that was already created from
-        the request, because creating one takes time. `number` selects the sequence's random stream.
-        piece_s: the seconds that a piece should take, if its size changes no bits. Raises UserError
-        for a prompt longer than the context, and UsageError for invalid limits.
+        The last item contains the step with the first token. In between, other sequences may take steps, and other
+        prompts may run. request: may be a sequence that was already created from the request, because creating one
+        takes time. `number` selects the sequence's random stream. piece_s: the seconds that a piece should take, if its
+        size changes no bits. Raises UserError for a prompt longer than the context, and UsageError for invalid limits.
         """
         self.backbone.check_process()
         sequence = request
@@ -212,10 +209,9 @@ class Decoder:
     def step(self) -> list[tuple[Sequence, Step]]:
         """Drafts, verifies, accepts and keeps tokens for every running sequence; returns the step of each one.
 
-        The seconds are each sequence's share of the total. On a GPU, the drafting time is that of
-        the host, which does not wait for the draft. An error or an interruption cancels the
-        sequences. If there is no memory for the pass, only the longest is cancelled, and the others
-        continue without drafts; the error is raised nevertheless.
+        The seconds are each sequence's share of the total. On a GPU, the drafting time is that of the host, which does
+        not wait for the draft. An error or an interruption cancels the sequences. If there is no memory for the pass,
+        only the longest is cancelled, and the others continue without drafts; the error is raised nevertheless.
         """
         self.backbone.check_process()
         sequences = self.prefixes.move_running_first()
@@ -337,9 +333,8 @@ class Decoder:
     def _catch_up(self, slot: int, sequence: Sequence) -> None:
         """Provides the states of a sequence's last tokens to a drafter that has missed them.
 
-        The tokens are run again, which gives the same rows. If a prompt's rows have other bits than
-        those of steps, the old rows are put back. Of a long text, only the last tokens are run: a
-        drafter's rows may leave out positions.
+        The tokens are run again, which gives the same rows. If a prompt's rows have other bits than those of steps, the
+        old rows are put back. Of a long text, only the last tokens are run: a drafter's rows may leave out positions.
         """
         sequence.missed = False
         end = len(sequence.tokens)

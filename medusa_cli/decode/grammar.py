@@ -188,9 +188,8 @@ def inline(schema: Mapping[str, Any]) -> str:
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a JSON schema whose objects may have only the properties that it lists.
 
-    Most schemas omit `additionalProperties` although they allow none, and small models would keep
-    adding properties. Parts that must agree with others (`allOf`) stay open, and so do the parts
-    that they refer to.
+    Most schemas omit `additionalProperties` although they allow none, and small models would keep adding properties.
+    Parts that must agree with others (`allOf`) stay open, and so do the parts that they refer to.
     """
     result: dict[str, Any] = json.loads(json.dumps(schema))
     combined, inner = _combined(result)
@@ -377,8 +376,7 @@ def check_syntax(grammar: Grammar) -> None:
 def _tokenizer_of(backbone: Backbone) -> tuple[LLTokenizer, dict[str, int]]:
     """Returns the tokenizer for grammars, and the ids of its special tokens by name.
 
-    llguidance treats some added tokens, such as Qwen's `<tool_call>`, as special because of their
-    angle brackets.
+    llguidance treats some added tokens, such as Qwen's `<tool_call>`, as special because of their angle brackets.
     """
     tokens = backbone.tokenizer.added_tokens_decoder
     special = {}
@@ -394,9 +392,8 @@ def _tokenizer_of(backbone: Backbone) -> tuple[LLTokenizer, dict[str, int]]:
 def _without_names(backbone: Backbone, special: Collection[str]) -> LLTokenizer:
     """Returns a tokenizer that encodes the names of special tokens with other tokens.
 
-    According to its own rules, a tokenizer encodes the text `<tool_call>` as that token. If a
-    grammar forces this text, llguidance would allow only that token. But its parser does not accept
-    a special token as text, and rejects it.
+    According to its own rules, a tokenizer encodes the text `<tool_call>` as that token. If a grammar forces this text,
+    llguidance would allow only that token. But its parser does not accept a special token as text, and rejects it.
     """
     from llguidance import LLTokenizer
 
@@ -464,9 +461,8 @@ def masked(scores: Tensor, allowed: Tensor) -> Tensor:
 class GrammarProcessor(LogitsProcessor):
     """Sets logits to -inf for tokens that the grammar does not allow next.
 
-    The matcher follows the answer in the text, and rolls back when another path of a draft begins.
-    If only one text may follow, llguidance allows only the tokens into which the tokenizer encodes
-    it.
+    The matcher follows the answer in the text, and rolls back when another path of a draft begins. If only one text may
+    follow, llguidance allows only the tokens into which the tokenizer encodes it.
     """
 
     def __init__(self, start: LLMatcher, prompt_length: int, stop_ids: Iterable[int]) -> None:
@@ -498,8 +494,7 @@ class GrammarProcessor(LogitsProcessor):
     def cuts_off(self, text: Tensor) -> bool:
         """Returns True if the text [1, L] ends before the grammar does, because of a limit of the library.
 
-        The library may also refuse a token that it allowed before. In both cases, only the end is
-        allowed afterwards.
+        The library may also refuse a token that it allowed before. In both cases, only the end is allowed afterwards.
         """
         complete = self._read(text) or self._matcher.is_accepting() or self._matcher.is_stopped()
         return not complete or bool(self._matcher.is_error())

@@ -112,8 +112,7 @@ class NgramIndex:
     def find(self, tokens: Sequence[int], root: int) -> list[NgramMatch]:
         """Returns matches of MAX_TOKENS tokens for the end of the text (`tokens`, then `root`), longest first.
 
-        No two matches begin with the same token. If fewer tokens follow a match in the text, these
-        tokens are repeated.
+        No two matches begin with the same token. If fewer tokens follow a match in the text, these tokens are repeated.
         """
         for position in range(self._indexed, len(tokens)):
             self._after.setdefault((tokens[position],), []).append(position + 1)

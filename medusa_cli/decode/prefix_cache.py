@@ -86,8 +86,7 @@ class PrefixCache:
     def take(self, sequence: Sequence, slot: int) -> None:
         """Assigns an idle slot to a sequence, which takes over the rows of the prefix that both share.
 
-        At least the last token of the prompt is left to run. The rows that the slot loses go to the
-        store.
+        At least the last token of the prompt is left to run. The rows that the slot loses go to the store.
         """
         saved, _ = self._shared(slot, sequence.request)
         previous = self._slots[slot]

@@ -135,8 +135,7 @@ class PrefixStore:
     def find(self, prompt: Sequence[int], above: int, stateful: bool) -> Future[list[Segment]]:
         """Finds the segments with which a prompt begins, if they exceed `above` by MIN_GAIN tokens or more.
 
-        Segments that end within `above` are left out. stateful: the last one must have running
-        states.
+        Segments that end within `above` are left out. stateful: the last one must have running states.
         """
         return self._reader.submit(self._find, tuple(prompt), above, stateful)
 

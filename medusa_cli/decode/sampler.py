@@ -74,10 +74,9 @@ def _likeliest(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Returns the index [..] at which each uniform number [..] falls among weights [.., C].
 
-    The weights need not sum to one. Inverting the distribution takes one random number per row,
-    whereas exponential races take C. If there are more than FLAT weights, the block is located
-    first, using the sums of the blocks. Running sums in fp64 over all weights of many rows would be
-    slow.
+    The weights need not sum to one. Inverting the distribution takes one random number per row, whereas exponential
+    races take C. If there are more than FLAT weights, the block is located first, using the sums of the blocks. Running
+    sums in fp64 over all weights of many rows would be slow.
     """
     size = weights.shape[-1]
     if size <= FLAT:

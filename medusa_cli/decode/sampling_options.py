@@ -19,8 +19,7 @@ MAX_TEMPERATURE = 100.0
 class Sampling:
     """Holds the mode, the temperature, truncation settings, epsilon and delta of typical acceptance, and the seed.
 
-    top_p, top_k, min_p: the truncation. A min_p of None selects the value in the model's generation
-    config.
+    top_p, top_k, min_p: the truncation. A min_p of None selects the value in the model's generation config.
     """
 
     mode: str = "greedy"

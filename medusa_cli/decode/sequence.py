@@ -20,12 +20,11 @@ from medusa_cli.model import Backbone
 class Request:
     """Asks for the continuation of a prompt of token ids.
 
-    stop_ids: end tokens; None selects those of the model. stop_strings: for `Answer`, whose driver
-    then cancels the sequence. top: the number of most likely tokens to report with each token; None
-    reports no log probabilities. reuse: the number of first prompt tokens that may be served from
-    cached rows; None means all. prompt_logprobs: also report the prompt's tokens; max_new_tokens
-    may then be 0. speculative: False selects plain decoding. Log probabilities are those of the
-    model, before logits_options and temperature, as in the OpenAI API and vLLM.
+    stop_ids: end tokens; None selects those of the model. stop_strings: for `Answer`, whose driver then cancels the
+    sequence. top: the number of most likely tokens to report with each token; None reports no log probabilities. reuse:
+    the number of first prompt tokens that may be served from cached rows; None means all. prompt_logprobs: also report
+    the prompt's tokens; max_new_tokens may then be 0. speculative: False selects plain decoding. Log probabilities are
+    those of the model, before logits_options and temperature, as in the OpenAI API and vLLM.
     """
 
     prompt: abc.Sequence[int]
@@ -99,16 +98,15 @@ class DraftState:
 class Sequence:
     """Holds a prompt and its answer so far, in one slot of the cache.
 
-    A finished sequence is the cached prefix of its slot. tokens: those whose rows are in the slot.
-    root: the next token, which is decided but not yet in the cache. drafter: a fork with this
-    sequence's state. prefilled: the prompt has been run. unread: tokens that the drafter has not
-    read; those of the last step, unless the drafter reads every step. read: the number of tokens up
-    to the last one that it has read. missed: there are tokens before the unread ones whose states
-    were not kept. draft: the draft policy's state for the sequence. reused: the number of prompt
-    tokens that the slot already held. longest: the maximum length of prompt and answer. taken_at:
-    the time when it got its slot. restored: the number of prompt tokens from the store. stored: the
-    keys of the text after each block that the store has, from its root on. stored_prompt: the store
-    has the running states after the prompt. `number` selects the random stream.
+    A finished sequence is the cached prefix of its slot. tokens: those whose rows are in the slot. root: the next
+    token, which is decided but not yet in the cache. drafter: a fork with this sequence's state. prefilled: the prompt
+    has been run. unread: tokens that the drafter has not read; those of the last step, unless the drafter reads every
+    step. read: the number of tokens up to the last one that it has read. missed: there are tokens before the unread
+    ones whose states were not kept. draft: the draft policy's state for the sequence. reused: the number of prompt
+    tokens that the slot already held. longest: the maximum length of prompt and answer. taken_at: the time when it got
+    its slot. restored: the number of prompt tokens from the store. stored: the keys of the text after each block that
+    the store has, from its root on. stored_prompt: the store has the running states after the prompt. `number` selects
+    the random stream.
     """
 
     root: int

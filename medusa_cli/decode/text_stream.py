@@ -16,10 +16,9 @@ MAX_BYTE_RUN = 32
 class TextStream:
     """Converts new token ids to the text that they add, in time that is linear in their number.
 
-    Two things are held back until more tokens arrive: the bytes of an incomplete character, and
-    text that the tokenizer's clean-up may still change. All parts together equal the text of all
-    ids decoded at once, except for runs of more than MAX_BYTE_RUN byte tokens with wrong bytes.
-    keep: special tokens that appear in the text.
+    Two things are held back until more tokens arrive: the bytes of an incomplete character, and text that the
+    tokenizer's clean-up may still change. All parts together equal the text of all ids decoded at once, except for runs
+    of more than MAX_BYTE_RUN byte tokens with wrong bytes. keep: special tokens that appear in the text.
     """
 
     def __init__(self, backbone: Backbone, keep: Collection[int] = ()) -> None:

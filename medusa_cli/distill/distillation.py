@@ -200,9 +200,8 @@ def _report(run: Run, counts: Counter[str], context: int) -> None:
 class Progress:
     """Counts answer tokens and estimates the total for all conversations.
 
-    Short conversations end first, so the tokens of unfinished conversations are counted as well.
-    DOUBT hypothetical conversations with the longest answers are also counted, with a weight that
-    falls to 0.
+    Short conversations end first, so the tokens of unfinished conversations are counted as well. DOUBT hypothetical
+    conversations with the longest answers are also counted, with a weight that falls to 0.
     """
 
     def __init__(
@@ -288,8 +287,7 @@ def _fitting(
 ) -> list[Conversation]:
     """Returns the seeds that can be answered, adding the system prompt of the settings to those without one.
 
-    Fill-in-the-middle requires a tokenizer with tokens for it, and cannot be used with servers,
-    which only chat.
+    Fill-in-the-middle requires a tokenizer with tokens for it, and cannot be used with servers, which only chat.
     """
     if settings.endpoint is None:
         reason = "the tokenizer has no tokens for it"
@@ -330,11 +328,10 @@ def _keep(run: Run, records: "Records", outcome: Outcome, settings: DistillRecip
 class Records:
     """Manages a run's conversations: an append-only file of lines, and a file of state rows of a given width.
 
-    If the process is killed at any moment, only the conversations in progress are lost and none is
-    duplicated, because state rows go to disk before the line that refers to them. Opening drops a
-    cut-off last line, and rows that no line refers to. Raises UserError and leaves the files
-    unchanged for any other invalid line, or if the file has settings other than the header's. One
-    file may hold answers to several seed sets.
+    If the process is killed at any moment, only the conversations in progress are lost and none is duplicated, because
+    state rows go to disk before the line that refers to them. Opening drops a cut-off last line, and rows that no line
+    refers to. Raises UserError and leaves the files unchanged for any other invalid line, or if the file has settings
+    other than the header's. One file may hold answers to several seed sets.
     """
 
     def __init__(self, run: Run, width: int, header: dict[str, Any]) -> None:

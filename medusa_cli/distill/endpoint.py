@@ -27,8 +27,7 @@ from medusa_cli.runs.recipe import DistillRecipe
 class Tokenizer:
     """Holds a model's tokenizer, sizes and end tokens without weights; raises UserError if they cannot be loaded.
 
-    chat_template: replaces the tokenizer's own. trust_remote_code: allows the model's Python files
-    to run.
+    chat_template: replaces the tokenizer's own. trust_remote_code: allows the model's Python files to run.
     """
 
     def __init__(
@@ -98,10 +97,9 @@ def answer_remotely(
 ) -> Iterator[Outcome]:
     """Answers each seed's turns in order with the servers, several conversations at a time.
 
-    Yields each seed's outcome as soon as it ends. Outcomes have no hidden states, which training
-    computes. A seed that fails does not stop the others. on_tokens: called with the number of
-    answer tokens of each seed. should_stop: if it returns True, no further seed is sent.
-    extra_body: further fields of each request.
+    Yields each seed's outcome as soon as it ends. Outcomes have no hidden states, which training computes. A seed that
+    fails does not stop the others. on_tokens: called with the number of answer tokens of each seed. should_stop: if it
+    returns True, no further seed is sent. extra_body: further fields of each request.
     """
     waiting = iter(seeds)
     with ThreadPoolExecutor(max_workers=settings.concurrency) as pool:
@@ -134,8 +132,7 @@ def _converse(
 ) -> Outcome:
     """Has the servers answer one seed's turns, with each answer as part of the next prompt.
 
-    A later turn that is too long ends the conversation, because servers behave differently beyond
-    the context.
+    A later turn that is too long ends the conversation, because servers behave differently beyond the context.
     """
     messages: list[Message] = []
     options = {"max_tokens": settings.max_new_tokens, "temperature": settings.temperature}

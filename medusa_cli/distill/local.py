@@ -36,8 +36,7 @@ log = logging.getLogger(__name__)
 class Outcome:
     """Holds a seed's conversation and its hidden states [len(tokens) - 1, H * taps]; servers send no states.
 
-    If there is no conversation, failure is the reason, or None if the prompt is too long for the
-    context.
+    If there is no conversation, failure is the reason, or None if the prompt is too long for the context.
     """
 
     id: str

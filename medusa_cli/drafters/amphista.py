@@ -63,8 +63,7 @@ class AdaptationLayer(nn.Module):
 class Amphista(HeadDrafter):
     """Holds Amphista's K heads (section 3).
 
-    The first half reads the state of the first adaptation layer, the second half that of the
-    second.
+    The first half reads the state of the first adaptation layer, the second half that of the second.
     """
 
     name = "amphista"

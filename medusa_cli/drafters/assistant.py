@@ -27,8 +27,7 @@ ENGINES = ("eager", "native")
 class AssistantConfig(HeadsConfig):
     """Adds an assistant's settings.
 
-    num_heads: the number of draft tokens on a path. text: the assistant's config, in transformers'
-    form.
+    num_heads: the number of draft tokens on a path. text: the assistant's config, in transformers' form.
     """
 
     text: dict[str, Any] = field(default_factory=dict)

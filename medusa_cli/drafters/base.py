@@ -101,14 +101,13 @@ def check_layers(layers: Sequence[int], depth: int, setting: str, *, repeats: bo
 class Batch:
     """Holds P packed training positions: hidden [P, H * taps], next and segment [P].
 
-    next: the token after each position. Head k (from 1) predicts next[p + k] if segment[p + k] ==
-    segment[p]. Positions in prompts have segment -1: they are visible but not trained on. sequence
-    [P]: the conversation of each position, for layers with a cache. If it is None, they see only
-    the segment. trace, rows [P]: the pass over full sequences [B, L], and the indices of the
-    positions among its B * L, for a drafter that uses the verify pass.
+    next: the token after each position. Head k (from 1) predicts next[p + k] if segment[p + k] == segment[p]. Positions
+    in prompts have segment -1: they are visible but not trained on. sequence [P]: the conversation of each position,
+    for layers with a cache. If it is None, they see only the segment. trace, rows [P]: the pass over full sequences [B,
+    L], and the indices of the positions among its B * L, for a drafter that uses the verify pass.
 
-    segment, sequence and rows stay on the host. Tensors that follow from them are computed there
-    and uploaded, so that the host never waits for a GPU to know the size of a tensor.
+    segment, sequence and rows stay on the host. Tensors that follow from them are computed there and uploaded, so that
+    the host never waits for a GPU to know the size of a tensor.
     """
 
     hidden: Tensor
@@ -208,7 +207,6 @@ class Drafter(nn.Module, ABC):
     ) -> list[Draft]:
         """Drafts the trees of B sequences: a token for each node of a static tree, or trees that grow.
 
-        sequences: one fork per sequence. new: each sequence's tokens since its last draft,
-        initially the `first_input` of its prompt. No tree is deeper than num_heads. FIRP drafts no
-        deeper than the extra rows of the previous pass.
+        sequences: one fork per sequence. new: each sequence's tokens since its last draft, initially the `first_input`
+        of its prompt. No tree is deeper than num_heads. FIRP drafts no deeper than the extra rows of the previous pass.
         """

@@ -54,8 +54,7 @@ class DflashConfig(HeadsConfig):
 class KnownRows:
     """Puts the keys and values of a layer's context before those of the block.
 
-    known: the context's keys and values [heads, m_i, D] for each of B sequences. size: the number
-    of rows per block.
+    known: the context's keys and values [heads, m_i, D] for each of B sequences. size: the number of rows per block.
     """
 
     def __init__(self, known: Sequence[tuple[Tensor, Tensor]], size: int) -> None:

@@ -35,11 +35,10 @@ class FirpConfig(HeadsConfig):
 class Firp(HeadDrafter):
     """Holds K linear maps (section 3.2).
 
-    The map of head k turns the state of layer t_k at position p into its state at position p + k.
-    This pseudo state passes through the layers above. There it sees the context, itself and the
-    pseudo states of earlier heads. The backbone's norm and lm_head follow. In training it sees the
-    same, so training and drafting agree. In the paper, training instead shows it the true states of
-    the tokens in between.
+    The map of head k turns the state of layer t_k at position p into its state at position p + k. This pseudo state
+    passes through the layers above. There it sees the context, itself and the pseudo states of earlier heads. The
+    backbone's norm and lm_head follow. In training it sees the same, so training and drafting agree. In the paper,
+    training instead shows it the true states of the tokens in between.
     """
 
     name = "firp"

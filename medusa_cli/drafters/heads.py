@@ -46,10 +46,9 @@ def check_ranges(config: Any, **ranges: tuple[int, float]) -> None:
 class HeadsConfig:
     """Holds the numbers of heads K and layers L, and the vocabulary that the heads score.
 
-    vocabulary "own": all V tokens; "draft": the M most frequent tokens; "shared": all tokens,
-    scored by the backbone's lm_head. matrices: a vocabulary matrix for "each" head, "one" for all,
-    or "none", which uses rows of the lm_head and does not train them. conditional: the rank of the
-    bias from the previous token.
+    vocabulary "own": all V tokens; "draft": the M most frequent tokens; "shared": all tokens, scored by the backbone's
+    lm_head. matrices: a vocabulary matrix for "each" head, "one" for all, or "none", which uses rows of the lm_head and
+    does not train them. conditional: the rank of the bias from the previous token.
     """
 
     num_heads: int
@@ -78,8 +77,7 @@ class HeadsConfig:
 class HeadDrafter(Scoring):
     """Has K heads that end in vocabulary matrices [M, H]: one per head, one for all, or the backbone's lm_head.
 
-    A subclass defines how the states are computed (`head_states`) and how a tree is drafted from
-    them (`draft`).
+    A subclass defines how the states are computed (`head_states`) and how a tree is drafted from them (`draft`).
     """
 
     name: ClassVar[str]
@@ -133,9 +131,8 @@ class HeadDrafter(Scoring):
     ) -> Self:
         """Returns a fresh fp32 drafter with matrices copied from the lm_head.
 
-        draft_ids [M]: for the vocabulary "draft". own: config fields that only this kind has; None
-        and () select values that follow from the model. Raises UsageError for an unsupported
-        vocabulary.
+        draft_ids [M]: for the vocabulary "draft". own: config fields that only this kind has; None and () select values
+        that follow from the model. Raises UsageError for an unsupported vocabulary.
         """
         if vocabulary not in cls.vocabularies:
             fault = f"drafter.vocabulary={vocabulary} is not a vocabulary of {cls.name}"

@@ -24,10 +24,9 @@ from medusa_cli.tree.tensors import TreeTensors
 class HydraConfig(HeadsConfig):
     """Adds Hydra's settings.
 
-    prefix_layers: the number of causal decoder layers between the accepted states and the heads. 0
-    is Hydra, 1 is Hydra++. context: the part that these layers see, the "conversation" or only the
-    "answer". raw: embeddings without normalization, and a bias in the linear path of each head's
-    input, as in the authors' code.
+    prefix_layers: the number of causal decoder layers between the accepted states and the heads. 0 is Hydra, 1 is
+    Hydra++. context: the part that these layers see, the "conversation" or only the "answer". raw: embeddings without
+    normalization, and a bias in the linear path of each head's input, as in the authors' code.
     """
 
     prefix_layers: int = 0

@@ -314,8 +314,7 @@ def read_hydra(
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
     """Reads Hydra heads as saved by the authors' code; returns settings, tensors and notes.
 
-    Raises UserError for other architectures. Biases of the vocabulary matrices are left out, with a
-    note.
+    Raises UserError for other architectures. Biases of the vocabulary matrices are left out, with a note.
     """
     arch = config.get("hydra_head_arch", "mlp")
     if arch != "mlp" or any(name.startswith("prefix_embeding_layer.") for name in tensors):

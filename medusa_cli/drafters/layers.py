@@ -300,10 +300,9 @@ class DecoderLayer(SelfAttention):
     ) -> Tensor:
         """Adds rows x [n, H] of B sequences, one after another, to their caches.
 
-        Returns the layer's output [n, H]. positions: those of each sequence's rows. masks: for each
-        sequence, which of its last rows [n_i, m_i >= n_i] the new rows see; they see all rows
-        before those. By default, a row sees itself and all rows before it. last: returns only the
-        last row of each sequence [B, H], without masks.
+        Returns the layer's output [n, H]. positions: those of each sequence's rows. masks: for each sequence, which of
+        its last rows [n_i, m_i >= n_i] the new rows see; they see all rows before those. By default, a row sees itself
+        and all rows before it. last: returns only the last row of each sequence [B, H], without masks.
         """
         counts = [len(own) for own in positions]
         flat = upload([position for own in positions for position in own], x.device)
@@ -394,8 +393,7 @@ class Padding:
 class TokenBias(nn.Module):
     """Adds after @ before[token] to the scores [M] of any head; a fresh bias adds nothing.
 
-    before [V, r]: for the token drafted one place earlier. after [M, r]: for the guesses. All heads
-    share one pair.
+    before [V, r]: for the token drafted one place earlier. after [M, r]: for the guesses. All heads share one pair.
     """
 
     def __init__(self, tokens: int, guesses: int, rank: int) -> None:
@@ -414,8 +412,7 @@ class TokenBias(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Returns the log confidences and indices [N, width] of the best guesses after the tokens of B sequences.
 
-        scores [B, M] do not include the bias. Guesses outside the CANDIDATES best keep their
-        scores.
+        scores [B, M] do not include the bias. Guesses outside the CANDIDATES best keep their scores.
         """
         best = scores.topk(min(max(CANDIDATES, width), scores.shape[-1]), dim=-1)
         pairs = zip(tokens, best.indices, strict=True)

@@ -63,8 +63,7 @@ class MedusaHeads(HeadDrafter):
     def named_weights(self) -> dict[str, Tensor]:
         """Returns the weights under the names that serving engines expect.
 
-        They are "{k}.{layer}.linear.weight" and ".bias", and "{k}.{L}.weight" for the vocabulary
-        matrix.
+        They are "{k}.{layer}.linear.weight" and ".bias", and "{k}.{L}.weight" for the vocabulary matrix.
         """
         weights: dict[str, Tensor] = {}
         for name, weight in self.named_parameters():

@@ -153,8 +153,7 @@ class TransformersDrafter(HeadDrafter):
 class Mtp(TransformersDrafter, LayerDrafter):
     """Runs a model's MTP layer over its final states; the normalized output of a step is the next step's state.
 
-    The input includes the model's embeddings. The model's lm_head scores all tokens or a draft
-    vocabulary.
+    The input includes the model's embeddings. The model's lm_head scores all tokens or a draft vocabulary.
     """
 
     name = NAME
@@ -303,8 +302,7 @@ class LayerParts:
     def of(cls, fields: dict[str, Any], layers: int) -> LayerParts:
         """Returns the parts for layers with full attention, given the fields of a model's config.
 
-        Raises UserError for a model type that transformers does not support, and for impossible
-        values.
+        Raises UserError for a model type that transformers does not support, and for impossible values.
         """
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 

@@ -198,8 +198,7 @@ class Cache(Slots):
     def compact(self, lengths: Tensor, path: Tensor) -> None:
         """Moves rows lengths[b] + path[b, i] of the first B slots to lengths[b] + i, without the host; path [B, P].
 
-        Rows are gathered before they are written, so overlaps are safe. The cache's own `lengths`
-        stay as they are.
+        Rows are gathered before they are written, so overlaps are safe. The cache's own `lengths` stay as they are.
         """
         size, count = path.shape
         part = self.both[:, :, :size].flatten(0, 1)

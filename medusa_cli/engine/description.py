@@ -15,12 +15,11 @@ XIELU_VECTORS = ("alpha_p", "alpha_n", "beta")
 class LayerNames:
     """The parts of one layer: the library's names, mapped to the names in transformers' network.
 
-    norms: the names are empty for norms without a gain. vectors: all vectors that are not norms.
-    kind: the kind of attention, such as full or sliding. table: the kind of its rotary embeddings,
-    None if it rotates nothing. experts: the number of experts, 0 for a single MLP. kv, dim: the
-    number of key heads and their width, 0 without attention. mixer: the index of its mixer in
-    MIXERS. place: the index in the cache among layers with the same mixer. An attention layer
-    without a key matrix shares the place of another layer.
+    norms: the names are empty for norms without a gain. vectors: all vectors that are not norms. kind: the kind of
+    attention, such as full or sliding. table: the kind of its rotary embeddings, None if it rotates nothing. experts:
+    the number of experts, 0 for a single MLP. kv, dim: the number of key heads and their width, 0 without attention.
+    mixer: the index of its mixer in MIXERS. place: the index in the cache among layers with the same mixer. An
+    attention layer without a key matrix shares the place of another layer.
     """
 
     matrices: dict[str, str]
@@ -48,9 +47,8 @@ class Activation:
 class Inputs:
     """The additional inputs of layers: `width` floats per token and layer.
 
-    They are the sum of an embedding, times `embedding_scale`, and a projection of the first states,
-    times `scale` and normalized. The sum is multiplied by `factor`. embedding, projection and norm
-    are names.
+    They are the sum of an embedding, times `embedding_scale`, and a projection of the first states, times `scale` and
+    normalized. The sum is multiplied by `factor`. embedding, projection and norm are names.
     """
 
     width: int
@@ -66,12 +64,11 @@ class Inputs:
 class Description:
     """A decoder: its sizes, the names of its parts, and the constants used in computing them.
 
-    parts: matrices that are some rows of a stored weight. norm: the name of the last norm, empty if
-    it has no gain. activation: that of all MLPs. flags: by the library's names. one_more: norms
-    multiply by 1 + w. residual: the factor of the outputs of attention and MLP. cap: the soft cap
-    of attention scores, 0 for none. clip: the limit for queries, keys and values, 0 for none.
-    routing: the choice of experts. window: the window of sliding layers, 0 for none. tables: the
-    kinds of rotary embeddings. inputs: the additional inputs of layers.
+    parts: matrices that are some rows of a stored weight. norm: the name of the last norm, empty if it has no gain.
+    activation: that of all MLPs. flags: by the library's names. one_more: norms multiply by 1 + w. residual: the factor
+    of the outputs of attention and MLP. cap: the soft cap of attention scores, 0 for none. clip: the limit for queries,
+    keys and values, 0 for none. routing: the choice of experts. window: the window of sliding layers, 0 for none.
+    tables: the kinds of rotary embeddings. inputs: the additional inputs of layers.
     """
 
     sizes: dict[str, int]

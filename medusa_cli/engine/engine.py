@@ -29,9 +29,8 @@ SCRATCH_ROWS = 256
 class Engine(ABC):
     """Runs a backbone's forward passes.
 
-    dtype: the number type of its states. head: the lm_head in that type. weight_bytes: bytes of
-    weights that a step over a small number of rows reads. On a CPU, the next pass may overwrite the
-    logits of the previous pass.
+    dtype: the number type of its states. head: the lm_head in that type. weight_bytes: bytes of weights that a step
+    over a small number of rows reads. On a CPU, the next pass may overwrite the logits of the previous pass.
     """
 
     name: ClassVar[str]

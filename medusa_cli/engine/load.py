@@ -69,13 +69,12 @@ def load_backbone(
 ) -> Backbone:
     """Loads a causal LM and its tokenizer for decoding or, with `gradients`, for training on its states.
 
-    Engine "native" runs the library on a CPU, "torch" runs rewritten layers on a GPU, and "eager"
-    runs transformers' own layers. "auto" selects the first of these that can run the model.
-    adapter: a folder from stage 2. It is merged into the weights or, if bitsandbytes quantized
-    them, kept as separate layers. chat: the model must have a chat template. drafter: the folder of
-    a drafter, whose memory is counted in addition to the model's. The other arguments are those of
-    `load_network`. Raises UserError if anything is missing or unusable or a GPU's memory does not
-    suffice, and in a process forked from one that has loaded a model.
+    Engine "native" runs the library on a CPU, "torch" runs rewritten layers on a GPU, and "eager" runs transformers'
+    own layers. "auto" selects the first of these that can run the model. adapter: a folder from stage 2. It is merged
+    into the weights or, if bitsandbytes quantized them, kept as separate layers. chat: the model must have a chat
+    template. drafter: the folder of a drafter, whose memory is counted in addition to the model's. The other arguments
+    are those of `load_network`. Raises UserError if anything is missing or unusable or a GPU's memory does not suffice,
+    and in a process forked from one that has loaded a model.
     """
     check_fork()
     if isinstance(model, str):

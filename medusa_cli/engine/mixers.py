@@ -100,8 +100,7 @@ def _delta_net(module: Any, name: str) -> Mixer:
 def _kernel(conv: nn.Conv1d) -> int:
     """Returns the kernel size of a depthwise convolution.
 
-    Raises Unsupported if the convolution has a bias, is not depthwise, or has a kernel size outside
-    2 .. MAX_KERNEL.
+    Raises Unsupported if the convolution has a bias, is not depthwise, or has a kernel size outside 2 .. MAX_KERNEL.
     """
     [kernel] = conv.kernel_size
     if conv.bias is not None or conv.groups != conv.in_channels or not 1 < kernel <= MAX_KERNEL:

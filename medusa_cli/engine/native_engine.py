@@ -36,9 +36,8 @@ FIRST_LOGITS = 16
 class NativeEngine(Engine):
     """Runs a model in the native library, with fp32 states.
 
-    The bits of a row depend neither on the other rows of the pass nor on the number of threads.
-    int8_rows: states are rounded to 8 bits before a matmul with quantized weights. kv: the number
-    type of keys and values.
+    The bits of a row depend neither on the other rows of the pass nor on the number of threads. int8_rows: states are
+    rounded to 8 bits before a matmul with quantized weights. kv: the number type of keys and values.
     """
 
     name = "native"
@@ -174,8 +173,7 @@ class NativeEngine(Engine):
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Runs all layers on rows with depths [B or 1, R] that see each other according to a mask [B or 1, R, R].
 
-        Returns the final states [B, R, stride] and the tapped states by layer. Extra rows enter on
-        the way.
+        Returns the final states [B, R, stride] and the tapped states by layer. Extra rows enter on the way.
         """
         lengths = np.array(cache.lengths[plan.first : plan.first + len(plan.tokens)], np.int64)
         cache.reserve(int(lengths.max()) + depth.shape[1])

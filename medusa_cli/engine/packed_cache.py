@@ -36,9 +36,8 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 def packed_path(model: ModelSource, description: Description, quantize: str | None) -> Path:
     """Returns the place of a model's packed weights.
 
-    Its name begins with the place of the model's own files. It continues with digests of everything
-    that determines the weights: these files, the config, the description, the code and the
-    quantization.
+    Its name begins with the place of the model's own files. It continues with digests of everything that determines the
+    weights: these files, the config, the description, the code and the quantization.
     """
     parts = (model.stamp, asdict(description), _code_stamp(CODE), quantize)
     return _path([source_of(model), quantize], parts)

@@ -181,11 +181,10 @@ def lay_out_at(
 ) -> Layout:
     """Returns the layout of R new rows in each of B slots.
 
-    lengths [B]: the current lengths of the slots. tree_mask [B or 1, R, R]: the rows of the pass
-    that each new row sees. depth [B or 1, R]: the positions of the new rows, relative to the
-    length. by_length: attention reads no column beyond the lengths. exact: the layout is for the
-    exact path, which needs no masks. This function reads no tensor's values on the host, so it can
-    be captured in a CUDA graph.
+    lengths [B]: the current lengths of the slots. tree_mask [B or 1, R, R]: the rows of the pass that each new row
+    sees. depth [B or 1, R]: the positions of the new rows, relative to the length. by_length: attention reads no column
+    beyond the lengths. exact: the layout is for the exact path, which needs no masks. This function reads no tensor's
+    values on the host, so it can be captured in a CUDA graph.
     """
     size = len(lengths)
     rows = depth.shape[1]

@@ -70,8 +70,7 @@ def eps_without_gain(norm: Any, hidden: int) -> float:
 def norm_kind(norm: Any, eps: float, hidden: int) -> tuple[bool, bool]:
     """Returns whether a norm subtracts the mean, and whether it multiplies by 1 + w.
 
-    A copy of the norm is probed with known weights. Raises Unsupported if the norm computes
-    something else.
+    A copy of the norm is probed with known weights. Raises Unsupported if the norm computes something else.
     """
     probe = copy.deepcopy(norm).to_empty(device="cpu").float()
     for number, parameter in enumerate(probe.parameters()):
@@ -104,8 +103,7 @@ def plain_attributes(module: Any) -> Sequence[Any]:
 def turning_of(parts: Layers, index: int, rotary: Rotary, query_norm: Any) -> tuple[bool, bool]:
     """Returns whether a layer rotates queries and keys, and whether it rotates before it normalizes.
 
-    The answers come from a pass of two rows through its attention: a result that depends on the
-    cosines was rotated.
+    The answers come from a pass of two rows through its attention: a result that depends on the cosines was rotated.
     """
     attention = parts.layers[index].self_attn
     weight = next(attention.parameters())

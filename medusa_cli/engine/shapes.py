@@ -141,8 +141,7 @@ class Shapes:
     def _mlp_shapes(self, names: LayerNames) -> dict[str, tuple[int, int]]:
         """Returns the shapes of the matrices of a layer's MLP, or of all its experts together.
 
-        Raises Unsupported if the experts' sizes are not whole tiles, or if a row chooses more
-        experts than there are.
+        Raises Unsupported if the experts' sizes are not whole tiles, or if a row chooses more experts than there are.
         """
         hidden = self.description.sizes["hidden"]
         experts = names.experts or 1

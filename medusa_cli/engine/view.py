@@ -33,9 +33,8 @@ def following(modules: Sequence[Any], view: "View") -> Iterator[None]:
 class View(TransformersCache):
     """The slots of one pass as transformers' layers see them.
 
-    A module with a running state processes a tree level by level. The nodes of a level are a batch
-    of sequences with one new token each, which continue from their parents' states. A node is thus
-    computed as in plain decoding.
+    A module with a running state processes a tree level by level. The nodes of a level are a batch of sequences with
+    one new token each, which continue from their parents' states. A node is thus computed as in plain decoding.
     """
 
     def __init__(self, cache: LayerCache, layout: Layout, layers: int) -> None:

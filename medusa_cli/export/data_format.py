@@ -25,8 +25,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def export_data(run: Run, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
     """Writes a run's conversations twice: as messages, and with token ids and loss masks.
 
-    Prompts without a chat template are only in the second file. Raises UserError if the run has no
-    conversations.
+    Prompts without a chat template are only in the second file. Raises UserError if the run has no conversations.
     """
     owner = Run(run.data_path.parent)
     conversations = list(read_distilled(owner))

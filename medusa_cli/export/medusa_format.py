@@ -23,10 +23,9 @@ def export_medusa(
 ) -> tuple[list[str], list[str]]:
     """Writes Medusa heads with a full vocabulary matrix [V, H] each; raises UserError for any other kind.
 
-    Tokens outside a draft vocabulary get the mean of its rows, so that none of them is ever the
-    most likely token. Heads that use the model's lm_head are written without matrices
-    (FasterDecoding's v2). Heads with a conditional bias also raise UserError, because the layout
-    cannot hold the bias.
+    Tokens outside a draft vocabulary get the mean of its rows, so that none of them is ever the most likely token.
+    Heads that use the model's lm_head are written without matrices (FasterDecoding's v2). Heads with a conditional bias
+    also raise UserError, because the layout cannot hold the bias.
     """
     config = source.config
     tensors = source.tensors

@@ -134,8 +134,7 @@ class ChatServers:
     def _back_off(self, url: str, start: float, pause: float = 0.0) -> None:
         """Skips a server for `pause` seconds or more after it failed a request that began at `start`.
 
-        The time grows with every failure. Requests that were running when the server began to fail
-        count as one.
+        The time grows with every failure. Requests that were running when the server began to fail count as one.
         """
         with self._lock:
             now = time.monotonic()

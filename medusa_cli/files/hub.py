@@ -117,8 +117,7 @@ def go_offline_unless_reachable(name: str) -> None:
 def hub_answers(endpoint: str) -> bool:
     """Returns True if the hub answers within PATIENCE seconds, with any status; it is asked once in a process.
 
-    The client's own limit applies to each address of the hub, so several silent addresses would
-    take longer.
+    The client's own limit applies to each address of the hub, so several silent addresses would take longer.
     """
     from huggingface_hub.utils import get_session
 

@@ -66,9 +66,8 @@ LISTED = 8  # most file names in a message
 def check_model_files(model: ModelSource) -> None:
     """Raises UserError for a model whose files show that it cannot be verified over a tree.
 
-    When the model is loaded, further checks use transformers' classes and a pass. A model that must
-    be fetched is checked only when it is loaded, so that errors in the command line are reported
-    before the fetch.
+    When the model is loaded, further checks use transformers' classes and a pass. A model that must be fetched is
+    checked only when it is loaded, so that errors in the command line are reported before the fetch.
     """
     if model.kind == "random" or model.must_be_fetched or model.fields is None:
         return

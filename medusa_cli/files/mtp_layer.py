@@ -1,8 +1,7 @@
 """The multi-token prediction (MTP) layer in a model's own checkpoint, found by the names of its tensors.
 
-transformers ignores these tensors when it loads a model. Makers use different names and different
-orders of the projection's input. The gains of RMS norms are 1 + w if those of the model's own norms
-are.
+transformers ignores these tensors when it loads a model. Makers use different names and different orders of the
+projection's input. The gains of RMS norms are 1 + w if those of the model's own norms are.
 """
 
 import hashlib

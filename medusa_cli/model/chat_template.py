@@ -223,8 +223,7 @@ def encode(
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Returns the token ids of a conversation and the spans [start, end) of its answers with their end tokens.
 
-    Raises UserError for a chat template that is missing or rewrites earlier turns, Malformed if it
-    refuses the roles.
+    Raises UserError for a chat template that is missing or rewrites earlier turns, Malformed if it refuses the roles.
     """
     tokens: list[int] = []
     spans: list[tuple[int, int]] = []
@@ -276,9 +275,8 @@ def fit(
 ) -> tuple[list[int], int]:
     """Returns the token ids of a prompt that leaves space for an answer, and the number of oldest messages left out.
 
-    A system prompt is kept, and the oldest `forgotten` messages stay left out. The space is for
-    `answer` tokens, but at most a quarter of the context. Raises UserError if even the question
-    does not fit.
+    A system prompt is kept, and the oldest `forgotten` messages stay left out. The space is for `answer` tokens, but at
+    most a quarter of the context. Raises UserError if even the question does not fit.
     """
     system = list(messages[:1]) if messages and messages[0]["role"] == "system" else []
     turns = list(messages[len(system) :])

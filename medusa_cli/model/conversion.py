@@ -25,9 +25,8 @@ from transformers.core_model_loading import (
 class Source:
     """The tensors of a checkpoint that make one weight of a network, or several at once.
 
-    name: the first of these weights. stored: names in the checkpoint by the converter's patterns; a
-    pattern has several if a module list is merged. converter: None for a tensor that is used
-    unchanged.
+    name: the first of these weights. stored: names in the checkpoint by the converter's patterns; a pattern has several
+    if a module list is merged. converter: None for a tensor that is used unchanged.
     """
 
     name: str

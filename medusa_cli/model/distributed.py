@@ -37,9 +37,8 @@ class Distributed:
     ) -> "Distributed":
         """Reads the launcher's environment variables and joins the process group.
 
-        If each process has a GPU, tensors there are summed through NCCL, and all others through
-        gloo. A given `backend` is used for all tensors instead. Raises UsageError if a machine has
-        fewer GPUs than processes.
+        If each process has a GPU, tensors there are summed through NCCL, and all others through gloo. A given `backend`
+        is used for all tensors instead. Raises UsageError if a machine has fewer GPUs than processes.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
@@ -129,9 +128,8 @@ class Distributed:
 def split_layers(network: Any, device: str) -> None:
     """Freezes a network and splits the matrices of its decoder layers over all processes.
 
-    At most one whole layer at a time is on the device. Vectors, and tensors outside the layers, are
-    not split. All processes must then run the same passes. Raises UserError for a network without a
-    list of layers.
+    At most one whole layer at a time is on the device. Vectors, and tensors outside the layers, are not split. All
+    processes must then run the same passes. Raises UserError for a network without a list of layers.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

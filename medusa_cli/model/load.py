@@ -57,10 +57,9 @@ def load_network(
 ) -> tuple[Any, Any]:
     """Returns the unmodified transformers model, on the device, and its tokenizer.
 
-    The device "auto" is CUDA if available. The dtype "auto" is that of the checkpoint, or fp32 on a
-    CPU without instructions for it. A model "random:SHAPE" has random weights and no tokenizer.
-    shard: see split_layers. chat_template: replaces the tokenizer's template. Raises UserError for
-    a model that is missing, damaged or unusable.
+    The device "auto" is CUDA if available. The dtype "auto" is that of the checkpoint, or fp32 on a CPU without
+    instructions for it. A model "random:SHAPE" has random weights and no tokenizer. shard: see split_layers.
+    chat_template: replaces the tokenizer's template. Raises UserError for a model that is missing, damaged or unusable.
     """
     device = resolve_device(options.device)
     use_device(device)

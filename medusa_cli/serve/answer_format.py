@@ -24,8 +24,7 @@ def sse(data: dict[str, Any], name: str | None = None) -> str:
 class AnswerFormat(ABC):
     """Formats the answer of one ticket.
 
-    media: the type of a stream. keep_alive: the line that is sent while there is nothing else, ""
-    for none.
+    media: the type of a stream. keep_alive: the line that is sent while there is nothing else, "" for none.
     """
 
     media = "text/event-stream"

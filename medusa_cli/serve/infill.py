@@ -40,9 +40,8 @@ def infill_ids(
 ) -> list[int]:
     """Returns the token ids of a prompt for the text between two others.
 
-    files: parts of other files, which come first. room: the maximum number of tokens; of a longer
-    prompt, the text around the middle is kept. Raises UsageError if the model has no tokens for
-    filling in the middle.
+    files: parts of other files, which come first. room: the maximum number of tokens; of a longer prompt, the text
+    around the middle is kept. Raises UsageError if the model has no tokens for filling in the middle.
     """
     known = _known(backbone, TOKENS)
     if known is None:

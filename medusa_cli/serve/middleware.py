@@ -41,16 +41,14 @@ log = logging.getLogger(__name__)
 class Limits:
     """Holds the names, keys and limits of a server.
 
-    host: the address or name that the server listens on, "" for a Unix socket. allowed_hosts:
-    further names under which clients may reach it. slots: the number of requests that are decoded
-    concurrently. waiting: the maximum number of requests in the queue. max_body: the largest body
-    in bytes. Time limits for a client in seconds: head_s for a request's head, body_s for its body,
-    read_s without reading the answer, idle_s between two requests. context: the maximum number of
-    tokens of a prompt and its answer together, None for the model's. share: the maximum tokens of
-    prompt and answer for a request without its own limit, None for the context. max_new_tokens: the
-    longest answer, None for the rest of the context. template_s: the time limit for rendering the
-    chat template. temperature: the default for requests that give none. cors: origins whose web
-    pages may use the server.
+    host: the address or name that the server listens on, "" for a Unix socket. allowed_hosts: further names under which
+    clients may reach it. slots: the number of requests that are decoded concurrently. waiting: the maximum number of
+    requests in the queue. max_body: the largest body in bytes. Time limits for a client in seconds: head_s for a
+    request's head, body_s for its body, read_s without reading the answer, idle_s between two requests. context: the
+    maximum number of tokens of a prompt and its answer together, None for the model's. share: the maximum tokens of
+    prompt and answer for a request without its own limit, None for the context. max_new_tokens: the longest answer,
+    None for the rest of the context. template_s: the time limit for rendering the chat template. temperature: the
+    default for requests that give none. cors: origins whose web pages may use the server.
     """
 
     names: tuple[str, ...]

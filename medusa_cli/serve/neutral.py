@@ -1,8 +1,7 @@
 """Request fields that would change the answer and are not served, with the values that change nothing.
 
-Clients send fields of many servers. A field that no model declares is ignored, and named in the log
-and in a header of the response. If the field is in one of these tables, a value that would change
-the answer is refused by name.
+Clients send fields of many servers. A field that no model declares is ignored, and named in the log and in a header of
+the response. If the field is in one of these tables, a value that would change the answer is refused by name.
 """
 
 import logging

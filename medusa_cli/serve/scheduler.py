@@ -190,9 +190,8 @@ class Scheduler:
     def run(self) -> None:
         """Decodes in this thread until drained.
 
-        This should be the thread that loaded the model. OpenMP's workers belong to a thread, and a
-        second team of workers sleeps between matmuls instead of spinning. Steps on a CPU then take
-        1.5 times as long.
+        This should be the thread that loaded the model. OpenMP's workers belong to a thread, and a second team of
+        workers sleeps between matmuls instead of spinning. Steps on a CPU then take 1.5 times as long.
         """
         self.alive = True
         try:
@@ -287,8 +286,7 @@ class Scheduler:
     def _prefill(self) -> None:
         """Runs one piece of one prompt; each piece is followed by a step of the running requests.
 
-        A short prompt does not wait for long ones, and a long one advances even if many short ones
-        arrive.
+        A short prompt does not wait for long ones, and a long one advances even if many short ones arrive.
         """
         if not self._prompts:
             return

@@ -112,9 +112,8 @@ def calls_grammar(
 def free_calls(backbone: Backbone, tools: Tools) -> LazyGrammar:
     """Returns the grammar of an answer that may call tools, which constrains only the calls.
 
-    After the marker of the model's style, a call must follow. Without a marker, the arguments of a
-    call at the start of the answer are constrained. The arguments of a tool whose schema cannot be
-    followed are any object.
+    After the marker of the model's style, a call must follow. Without a marker, the arguments of a call at the start of
+    the answer are constrained. The arguments of a tool whose schema cannot be followed are any object.
     """
     style = style_of(template_of(backbone))
     ids = marker_ids(backbone)

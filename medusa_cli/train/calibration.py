@@ -62,9 +62,8 @@ def calibrate(
 ) -> Document:
     """Measures the `top` best guesses of each head of the drafter in a folder; returns the calibration document.
 
-    data: a file of conversations, which are all measured. If it is None, the conversations held out
-    when the drafter was trained are measured. show: called with a name, the number of tokens done
-    and the total.
+    data: a file of conversations, which are all measured. If it is None, the conversations held out when the drafter
+    was trained are measured. show: called with a name, the number of tokens done and the total.
     """
     kind = drafter_kind(folder)
     origin = describe_drafter(folder).provenance
@@ -127,11 +126,10 @@ def measure(
 ) -> Document:
     """Measures the `top` best guesses of every head k on the held-out items of a data set.
 
-    accuracies[k][i]: the share of the positions where decoding uses head k at which guess i was
-    right. A token outside the draft vocabulary counts as a miss. counted[k]: the number of
-    positions with a token for head k. temperatures[k]: the softmax temperature at which the
-    confidences of head k fit best (lowest log loss). roots: the number of simulated steps. Raises
-    UserError if the answers are too short to reach every head.
+    accuracies[k][i]: the share of the positions where decoding uses head k at which guess i was right. A token outside
+    the draft vocabulary counts as a miss. counted[k]: the number of positions with a token for head k. temperatures[k]:
+    the softmax temperature at which the confidences of head k fit best (lowest log loss). roots: the number of
+    simulated steps. Raises UserError if the answers are too short to reach every head.
     """
     vocabulary = len(drafter.draft_ids)
     if not 1 <= top <= vocabulary:
@@ -193,12 +191,11 @@ def measure(
 def accuracies_at_roots(ranks: Tensor, top: int) -> tuple[list[list[float]], int]:
     """Returns each head's accuracies [K][top] where decoding uses its guesses, and the number of steps.
 
-    ranks [n, K]: the rank of the right token among each head's guesses, at the positions of whole
-    answers and given the right tokens before it. A step begins where the previous one failed, at a
-    position that is hard to guess. A head counts only if the heads before it were accepted.
-    Decoding is simulated with the best tree of NODES nodes. That tree depends on the accuracies,
-    and three rounds are enough for both to settle. Few steps reach the last heads, so the accuracy
-    over all positions is added with the weight of PRIOR steps.
+    ranks [n, K]: the rank of the right token among each head's guesses, at the positions of whole answers and given the
+    right tokens before it. A step begins where the previous one failed, at a position that is hard to guess. A head
+    counts only if the heads before it were accepted. Decoding is simulated with the best tree of NODES nodes. That tree
+    depends on the accuracies, and three rounds are enough for both to settle. Few steps reach the last heads, so the
+    accuracy over all positions is added with the weight of PRIOR steps.
     """
     known = (ranks != PAST_END).double()
     right = (ranks[..., None] == torch.arange(top)).double()  # [n, K, top]

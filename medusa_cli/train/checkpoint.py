@@ -26,8 +26,7 @@ MAY_CHANGE = ("train.checkpoint_every", "train.gradient_checkpointing", "train.s
 class Checkpoint:
     """Holds the state of a training run after some steps.
 
-    data: the digest of the data set. arithmetic: the quantization and number type of the hidden
-    states.
+    data: the digest of the data set. arithmetic: the quantization and number type of the hidden states.
     """
 
     step: int

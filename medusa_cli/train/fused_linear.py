@@ -1,7 +1,6 @@
 """Fused linear cross-entropy: the loss on a linear layer's logits and its gradients, in blocks of rows.
 
-The full logits and their gradients are never in memory at the same time. This saves memory and the
-time to fill it.
+The full logits and their gradients are never in memory at the same time. This saves memory and the time to fill it.
 """
 
 from collections.abc import Callable, Sequence
@@ -129,8 +128,7 @@ class PlainLoss:
 class LogSoftmax:
     """Computes fp32 log-probabilities of blocks of logits in one buffer, which the next block overwrites.
 
-    Allocating memory for every block costs more than the computation, because the system zeroes
-    each page.
+    Allocating memory for every block costs more than the computation, because the system zeroes each page.
     """
 
     def __init__(self) -> None:

@@ -50,12 +50,11 @@ class _Objective(nn.Module):
 class Trainer:
     """Trains a drafter, in stage 2 together with its backbone; `events()` runs the training and yields events.
 
-    The drafter is converted to fp32 (master weights) and computes in the recipe's dtype. With
-    `resume`, training continues from the run's checkpoint, with the same batches and learning rates
-    as without the interruption. seconds_left: returns the time for the rest of the training. The
-    last steps are left out if they would take longer; the learning rate falls even then. If there
-    are several processes, each takes a share of every step's micro-batches. A step is therefore the
-    same for any number of processes.
+    The drafter is converted to fp32 (master weights) and computes in the recipe's dtype. With `resume`, training
+    continues from the run's checkpoint, with the same batches and learning rates as without the interruption.
+    seconds_left: returns the time for the rest of the training. The last steps are left out if they would take longer;
+    the learning rate falls even then. If there are several processes, each takes a share of every step's micro-batches.
+    A step is therefore the same for any number of processes.
     """
 
     def __init__(
@@ -376,8 +375,7 @@ def read(losses: Sequence[BatchLoss], *others: Tensor) -> tuple[list[dict[str, A
 def means(sums: Sequence[dict[str, Any]], world: Distributed) -> dict[str, Any]:
     """Returns the mean loss, head losses, accuracies and parts over the micro-batches of all processes.
 
-    A head without a target has no loss and no accuracy (None). positions: the total number of
-    positions.
+    A head without a target has no loss and no accuracy (None). positions: the total number of positions.
     """
     every = [batch for own in world.gather(sums) for batch in own]
     total = {name: sum(batch[name] for batch in every) for name in every[0] if name != "parts"}

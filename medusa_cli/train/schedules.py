@@ -9,8 +9,7 @@ from medusa_cli.runs.recipe import TrainRecipe
 def peak_rates(drafter: HeadDrafter, train: TrainRecipe) -> list[float]:
     """Returns the peak learning rates of the heads and the backbone.
 
-    By default, the heads have the rate of their drafter kind, and the backbone a quarter of the
-    heads' rate.
+    By default, the heads have the rate of their drafter kind, and the backbone a quarter of the heads' rate.
     """
     heads = drafter.learning_rate if train.lr is None else train.lr
     return [heads, heads / 4 if train.backbone_lr is None else train.backbone_lr]
@@ -31,10 +30,9 @@ def learning_rate(step: int, steps: int, *, min_ratio: float, warmup: int) -> fl
 def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tuple[float, bool]:
     """Returns the weight of the heads' loss, and True if the backbone is trained (Medusa, section 3.2.2).
 
-    progress: the fraction of the training that is done. constant: the peak throughout. warmup: only
-    the heads are trained for the first `share` of the training, or throughout if `share` is 1.
-    After that, the weight rises linearly to its peak. sine: the weight rises to its peak along a
-    quarter of a sine wave.
+    progress: the fraction of the training that is done. constant: the peak throughout. warmup: only the heads are
+    trained for the first `share` of the training, or throughout if `share` is 1. After that, the weight rises linearly
+    to its peak. sine: the weight rises to its peak along a quarter of a sine wave.
     """
     if schedule == "constant":
         return peak, True

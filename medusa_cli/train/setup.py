@@ -211,8 +211,7 @@ def options_for(kind: type[HeadDrafter], train: TrainRecipe, options: LoadOption
 def without_fp16(recipe: Recipe, options: LoadOptions) -> LoadOptions:
     """Returns the options with another number type if gradients would pass through a network in fp16.
 
-    Gradients per element are below the smallest number of fp16. Raises UsageError if fp16 was
-    requested.
+    Gradients per element are below the smallest number of fp16. Raises UsageError if fp16 was requested.
     """
     if options.dtype == "fp16":
         raise UsageError(
@@ -236,8 +235,7 @@ def read_data(
 ) -> tuple[Dataset, HeadDrafter, bool]:
     """Reads the conversations and builds the recipe's drafter for them.
 
-    Also returns True if every step runs the model over whole conversations. These are then
-    truncated.
+    Also returns True if every step runs the model over whole conversations. These are then truncated.
     """
     train = recipe.train
     online = train.stage == 2 or runs_model(DRAFTERS[recipe.drafter.name], train)

@@ -26,8 +26,7 @@ class Prices:
     def best_size(self, chances: Sequence[Sequence[float]]) -> int:
         """Returns the number of nodes per sequence with the highest expected acceptance, less their price.
 
-        chances: for each sequence, the probabilities of acceptance of its nodes below the root,
-        highest first.
+        chances: for each sequence, the probabilities of acceptance of its nodes below the root, highest first.
         """
         best_size = 1
         best_profit = 0.0
@@ -82,9 +81,8 @@ class DynamicTree:
 class TreeBuilder:
     """Grows the tree of one step level by level; the best `budget - 1` candidates stay.
 
-    A node's value is the product of the confidences along its path, and never more than its
-    parent's. So if a node is among the best, its ancestors are, too. GrowingTrees does the same
-    with tensors, which is slower on a CPU.
+    A node's value is the product of the confidences along its path, and never more than its parent's. So if a node is
+    among the best, its ancestors are, too. GrowingTrees does the same with tensors, which is slower on a CPU.
     """
 
     def __init__(self, limits: DynamicTree, root: int) -> None:

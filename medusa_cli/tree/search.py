@@ -14,10 +14,9 @@ Accuracies = Sequence[Sequence[float]]
 def search(accuracies: Accuracies, budget: int) -> Tree:
     """Returns the tree of `budget` nodes, including the root, with the greatest expected length.
 
-    accuracies[k][i] is the probability that guess i of head k is right. If heads are independent, a
-    node's value is the product along its path. A child is never worth more than its parent, so
-    taking the best node each time is optimal. Raises UsageError for a budget below 1 or above the
-    number of possible nodes.
+    accuracies[k][i] is the probability that guess i of head k is right. If heads are independent, a node's value is the
+    product along its path. A child is never worth more than its parent, so taking the best node each time is optimal.
+    Raises UsageError for a budget below 1 or above the number of possible nodes.
     """
     possible = largest(accuracies)
     if not 1 <= budget <= possible:
@@ -91,10 +90,9 @@ STRIDE = 4
 class StepTimes:
     """Holds the seconds of a step's parts: verifying by number of rows, and drafting by number of levels.
 
-    Verification time covers the pass, acceptance and the cache update. A drafter that drafts all
-    levels at once takes the same time at every depth. context: the number of tokens before the
-    step. longer: the times after more tokens, where attention takes more of a step; None if they
-    are not known.
+    Verification time covers the pass, acceptance and the cache update. A drafter that drafts all levels at once takes
+    the same time at every depth. context: the number of tokens before the step. longer: the times after more tokens,
+    where attention takes more of a step; None if they are not known.
     """
 
     verify: Mapping[int, float]

@@ -29,12 +29,11 @@ MAX_S = 30 * 24 * 3600
 class Measured:
     """Figures of this machine.
 
-    plain_per_s: tokens/s of plain decoding. speedups: the speed over it by method. lengths: the
-    acceptance lengths by method. verify: the seconds of verify passes by their number of rows.
-    draft: the seconds of drafting by number of levels. accuracies: those of the drafter that is
-    trained further, on this model's answers, or typical ones. answer_s: the seconds of distilling
-    an answer token. position_s: the seconds of training on a position. compare_s: the seconds of
-    the first comparison. memory: the peak of training, in bytes. start: the folder of the related
+    plain_per_s: tokens/s of plain decoding. speedups: the speed over it by method. lengths: the acceptance lengths by
+    method. verify: the seconds of verify passes by their number of rows. draft: the seconds of drafting by number of
+    levels. accuracies: those of the drafter that is trained further, on this model's answers, or typical ones.
+    answer_s: the seconds of distilling an answer token. position_s: the seconds of training on a position. compare_s:
+    the seconds of the first comparison. memory: the peak of training, in bytes. start: the folder of the related
     model's drafter that is trained further, if any. limit: its acceptance length on that model.
     """
 
@@ -122,9 +121,8 @@ def _plan(time_s: float, used_s: float, measured: Measured, known: int) -> Plan:
 def expected_speedup(drafter: str, positions: float, measured: Measured) -> float:
     """Returns the expected speed over plain decoding of a drafter that is trained on `positions` positions.
 
-    It is that of the tree with the most tokens per second, by the step times of this machine. For a
-    drafter that is trained further, the gain is added to its measured figures. Plain decoding is
-    chosen if it is faster.
+    It is that of the tree with the most tokens per second, by the step times of this machine. For a drafter that is
+    trained further, the gain is added to its measured figures. Plain decoding is chosen if it is faster.
     """
     lookup = max(1.0, measured.speedups.get("lookup", 1.0))
 
