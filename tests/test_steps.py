@@ -91,7 +91,6 @@ def test_the_longest_context_is_timed(model: str) -> None:
     machine(model, "509", "--engine", "eager", "--json")
 
 
-@pytest.mark.slow
 def test_gpu_probe_runs_from_end_to_end(tmp_path: Path) -> None:
     """A dry run on the CPU, where the kernels' twins take their place."""
     report = gpu_probe.run(Lab(True, "cpu", tmp_path), tmp_path, math.inf)
