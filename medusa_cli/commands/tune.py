@@ -53,10 +53,10 @@ def tune(
     a longer --time extends it. The answers are those of plain decoding, as the last table shows.
     """
     printing.configure()
-    extras.need_extra("train", "`medusa tune`")
     from medusa_cli.tune.plan import parse_time
 
     seconds = parse_time(time)
+    extras.need_extra("train", "`medusa tune`")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError(
             "`medusa tune` is one process, which uses one GPU",

@@ -159,8 +159,10 @@ def draw_curves(log: Sequence[dict[str, Any]], path: Path, title: str) -> None:
                 xlabel="positions", ylabel=label, title=f"{label}; thin: training, marks: held out"
             )
             axis.grid(alpha=0.3)
-            if axis.lines:
-                axis.legend()
+        # Beside the axes, where it hides no curve.
+        if axes[0].lines:
+            handles, names = axes[0].get_legend_handles_labels()
+            figure.legend(handles, names, loc="outside right upper")
         figure.suptitle(title)
 
 
