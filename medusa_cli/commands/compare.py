@@ -53,7 +53,7 @@ def compare(
         with console.progress("comparing", total=len(rows), unit="runs") as advance:
             for row, run in zip(rows, targets, strict=True):
                 result = evaluate(run, data, loading, max_samples)
-                # No parts: the model is frozen.
+                # A frozen model has no parts.
                 cost = model_cost(result.parts) if result.parts else {}
                 row |= {
                     "accuracies": result.accuracies,

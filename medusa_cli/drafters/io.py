@@ -52,8 +52,8 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
     """Loads the drafter in a folder.
 
     A checkpoint from another tool is read directly. Raises UserError, naming both models, if the drafter was trained
-    for a backbone of another shape. Raises UserError, too, if it was trained with another adapter. Logs a warning if
-    only the weights differ. If the model's packed weights are kept in a file, those of the drafter are kept as well.
+    for a backbone of another shape or with another adapter. Logs a warning if only the weights differ. If the model's
+    packed weights are kept in a file, those of the drafter are kept as well.
     """
     foreign = is_foreign(folder)
     backbone_file = backbone.engine.packed_path

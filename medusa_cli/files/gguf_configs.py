@@ -112,7 +112,7 @@ class Keys:
         return fields | {own: self.header.metadata.get(key) for key, own in IDS.items()}
 
     def layers(self) -> tuple[int, int]:
-        """Returns the numbers of a model's layers, and of those after them that predict later tokens (MTP).
+        """Returns the number of a model's layers, and of the layers after them that predict later tokens (MTP).
 
         The file counts all of them. Layers that it counts but does not hold are left out.
         """

@@ -70,7 +70,7 @@ class Declarations:
         return TYPES.get(kind) or self.classes[kind]
 
     def names(self, structure: str, kind: str) -> tuple[str, ...]:
-        """Returns the names of a structure's fields of a type."""
+        """Returns the names of the fields of a structure whose type is `kind`."""
         return tuple(name for own, name, _ in self.fields[structure] if own == kind)
 
     def layout(self) -> str:

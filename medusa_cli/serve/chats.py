@@ -121,7 +121,7 @@ class ToolSubset(Strict):
 
 
 class AllowedTools(Strict):
-    """The choice of some of the tools."""
+    """The value of `tool_choice` that allows only some of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: ToolSubset

@@ -76,7 +76,8 @@ class CallOutputItem(PastItem):
     output: Content[TextPart]
 
 
-# Past items of tools that only their provider could run, and of other models' thoughts. They are not for this model.
+# Past items that are not for this model: those of tools that only their provider could run, and the
+# thoughts of other models.
 DROPPED = {
     *("reasoning", "compaction", "web_search_call", "file_search_call", "code_interpreter_call"),
     *("image_generation_call", "computer_call", "computer_call_output", "local_shell_call"),

@@ -30,9 +30,9 @@ REACHED = (
 REACHED_NODES = 64
 # With fewer positions, no draft is expected to be accepted.
 NOTHING = 3_000
-# How much the accepted draft tokens of a drafter, made for the model before its fine-tuning, grow
-# by training on this many positions (docs/training.md, "A fine-tune": from 1.69 to 1.87 tokens per
-# step).
+# Training a drafter of the original model on this many positions of its fine-tune multiplies the
+# accepted draft tokens by this gain: from 1.69 to 1.87 tokens per step (docs/training.md, "A
+# fine-tune").
 ADAPTED_POSITIONS = 220_000
 ADAPTED_NODES = 8
 ADAPTED_GAIN = 0.87 / 0.69

@@ -192,7 +192,7 @@ class Tuning:
             gain = "" if figure is None else f"; expect {interval(figure)}"
             log.info(f"{span(self.used_s)} of {span(self.time_s)}: {part}{gain}")
 
-    # Before.
+    # Before the work
 
     @property
     def _answer_tokens(self) -> int:
@@ -271,7 +271,7 @@ class Tuning:
             return "more time would bring less than 1 % more"
         return f"{span(3 * self.state.time_s)} would bring {interval(more)}"
 
-    # The work.
+    # The work
 
     @property
     def _on_gpu(self) -> bool:
