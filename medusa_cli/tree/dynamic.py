@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, zip_longest
 
 from medusa_cli.tree.tree import Tree
 
@@ -31,12 +32,14 @@ class Prices:
         best_size = 1
         best_profit = 0.0
         profit = 0.0
-        for size in range(1, min(len(self.passes), 1 + max(map(len, chances)))):
-            profit += sum(own[size - 1] for own in chances if len(own) >= size)
-            profit -= self.passes[size] - self.passes[size - 1]
+        gains = map(sum, zip_longest(*chances, fillvalue=0.0))
+        steps = zip(gains, pairwise(self.passes), strict=False)
+        for size, (gain, (before, after)) in enumerate(steps, 2):
+            profit += gain
+            profit -= after - before
             if profit > best_profit:
                 best_profit = profit
-                best_size = size + 1
+                best_size = size
         return best_size
 
     def worth_extending(
