@@ -1,17 +1,22 @@
 """A drafter's decoder layer in the native library against the plain one."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from medusa_cli.drafters.eagle import _extend_ancestor_masks
+from medusa_cli.drafters.expansion import Frontier
 from medusa_cli.drafters.layer_rows import LayerRows
 from medusa_cli.drafters.layers import DecoderLayer
 from medusa_cli.engine import native_layer
-from medusa_cli.engine.linear import packed_copy
+from medusa_cli.engine.linear import packed_copy, packed_linear
 from medusa_cli.engine.native_layer import FIRST_POSITIONS, NativeDecoderLayer
-from medusa_cli.native import Format, RawMatrix
+from medusa_cli.engine.native_levels import NativeLevels
+from medusa_cli.engine.native_linear import NativeEmbedding, NativeLinear
+from medusa_cli.native import Format, PackedMatrix, RawMatrix
 
 
 def busy_layer(size: int = 64, **own: Any) -> DecoderLayer:
@@ -51,10 +56,7 @@ def test_a_native_layer_computes_what_the_plain_one_does(own: dict[str, Any]) ->
     extra = 1 + bool(own.get("embeddings"))
 
     def run(layer: Any) -> list[torch.Tensor]:
-        """Reads prompts, drafts trees of two levels, forgets them, and reads further tokens.
-
-        The caches grow, and the last positions are beyond the first rotary table.
-        """
+        """Reads prompts, then further tokens whose positions are beyond the first rotary table."""
         torch.manual_seed(1)
         caches = [LayerRows() for _ in range(3)]
         counts = [5, 70, 1]
@@ -62,25 +64,8 @@ def test_a_native_layer_computes_what_the_plain_one_does(own: dict[str, Any]) ->
         outs = [
             layer.extend(first, places, caches, *rest, last=True) for first, *rest in [rows(76)]
         ]
-        ends = [[count] for count in counts]
-        above = [torch.eye(2, dtype=torch.bool)] * 3
-        first, *rest = rows(6)
-        outs.append(layer.extend(first, [end * 2 for end in ends], caches, *rest, masks=above))
-        below = torch.tensor([[1, 0, 1, 0, 0], [0, 1, 0, 1, 0], [0, 1, 0, 0, 1]]).bool()
-        first, *rest = rows(9)
-        later = [[end[0] + 1] * 3 for end in ends]
-        outs.append(layer.extend(first, later, caches, *rest, masks=[below] * 3))
-        # The second tree does not grow further.
-        first, *rest = rows(3)
-        counts = [1, 0, 2]
-        last = [[end[0] + 2] * count for end, count in zip(ends, counts, strict=True)]
-        lowest = torch.tensor([[1, 0, 1, 0, 0, 1, 0], [0, 1, 0, 1, 0, 0, 1]]).bool()
-        masks = [lowest[:1, :6], lowest[:0, :5], lowest]
-        outs.append(layer.extend(first, last, caches, *rest, masks=masks))
-        for cache, (end,) in zip(caches, ends, strict=True):
-            cache.truncate(end)
         first, *rest = rows(450)
-        more = [range(end + FIRST_POSITIONS, end + FIRST_POSITIONS + 150) for (end,) in ends]
+        more = [range(end + FIRST_POSITIONS, end + FIRST_POSITIONS + 150) for end in counts]
         outs.append(layer.extend(first, more, caches, *rest))
         return outs
 
@@ -89,7 +74,58 @@ def test_a_native_layer_computes_what_the_plain_one_does(own: dict[str, Any]) ->
 
     for ours, theirs in zip(run(native), run(plain), strict=True):
         assert ours.shape == theirs.shape
-        assert (ours - theirs).norm() < 0.03 * theirs.norm()
+        assert (ours - theirs).norm() < 0.04 * theirs.norm()
+
+
+@pytest.mark.parametrize("own", [own for own in LAYERS if own.get("embeddings")])
+def test_native_levels_compute_what_the_plain_layer_does(own: dict[str, Any]) -> None:
+    plain = with_packed_weights(busy_layer(**own))
+    native = packed_copy(plain)
+    matrix = PackedMatrix.pack(RawMatrix.of(torch.randn(40, 64).numpy()))
+    sizes = {"hidden": 64, "vocab": 40}
+    description = SimpleNamespace(embedding_scale=1.5, sizes=sizes)
+    packed = NativeEmbedding(SimpleNamespace(embedding=matrix, description=description))  # type: ignore[arg-type]
+    table = torch.nn.Embedding(40, 64, _weight=packed(torch.arange(40))).requires_grad_(False)
+    head = packed_linear(torch.randn(24, 64))
+    norm = torch.nn.RMSNorm(64, eps=1e-5).requires_grad_(False)
+    norm.weight.uniform_(0.5, 1.5)
+    assert isinstance(native, NativeDecoderLayer) and isinstance(head, NativeLinear)
+    ids = torch.randperm(40)[:24]
+    # The second tree does not grow in the last level.
+    levels = [
+        ([2, 2, 2], [0, 0, 1, 1, 2, 2]),
+        ([3, 3, 3], [0, 1, 1, 2, 3, 3, 4, 5, 5]),
+        ([1, 0, 2], [0, 6, 8]),
+    ]
+    drafted = [torch.randint(0, 40, (len(parents),)) for _, parents in levels]
+    # The positions are beyond the first rotary table.
+    ends = [5, 70, FIRST_POSITIONS - 1]
+    places = [range(5), range(70), [ends[2] - 1]]
+    prompt, embedded = torch.randn(2, 76, 64)
+
+    def start(layer: Any) -> tuple[torch.Tensor, list[LayerRows]]:
+        caches = [LayerRows() for _ in ends]
+        return layer.extend(prompt, places, caches, embedded, last=True), caches
+
+    expected = []
+    states, caches = start(plain)
+    masks = [torch.zeros(1, 0, dtype=torch.bool) for _ in ends]
+    for depth, ((counts, parents), tokens) in enumerate(zip(levels, drafted, strict=True)):
+        masks = _extend_ancestor_masks(masks, Frontier(counts, torch.tensor(parents), tokens))
+        at = [[end + depth] * count for end, count in zip(ends, counts, strict=True)]
+        states = plain.extend(states[parents], at, caches, table(tokens), masks=masks)
+        expected.append(states)
+
+    for embedding in (table, packed):
+        ours = NativeLevels(native, head, norm, ids, embedding, *start(native), ends)
+        for depth, (level, tokens) in enumerate(zip(levels, drafted, strict=True), 1):
+            scores, best = ours.extend(depth, *level, tokens.tolist(), 3, None)
+            assert (ours.states - expected[depth - 1]).norm() < 0.06 * expected[depth - 1].norm()
+            again, rows = head.guess(ours.states, 3, None, norm)
+            assert torch.equal(scores, again) and torch.equal(best, ids[rows])
+    # The vocabulary lacks the token.
+    with pytest.raises(ValueError, match="internal"):
+        ours.extend(4, [1, 0, 0], [0], [40], 3, None)
 
 
 def test_a_native_layer_gives_a_sequence_the_same_bits_in_a_batch() -> None:

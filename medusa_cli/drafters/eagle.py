@@ -22,6 +22,9 @@ from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layer_rows import LayerRows
 from medusa_cli.drafters.layers import DecoderLayer, Padding, SlotRows, identity_, normed
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
+from medusa_cli.engine.native_layer import NativeDecoderLayer
+from medusa_cli.engine.native_levels import NativeLevels
+from medusa_cli.engine.native_linear import NativeLinear
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.tensors import TreeTensors
@@ -100,6 +103,7 @@ class LayerDrafter(HeadDrafter):
         """Drafts level by level; the layer and the matrix process the rows of all sequences at once."""
         states = self.read(backbone, sequences, new)  # [B, H], then [N, H]
         caches = [own.caches[0] for own in sequences]
+        native = self.native_levels(backbone, states, caches, [tokens.end for tokens in new])
         # For each node, which of the tree's rows are its ancestors.
         ancestors = [torch.zeros(1, 0, dtype=torch.bool, device=states.device) for _ in new]
 
@@ -107,6 +111,8 @@ class LayerDrafter(HeadDrafter):
             head: int, width: int, temperature: float | None, level: Frontier
         ) -> tuple[Tensor, Tensor]:
             nonlocal states, ancestors
+            if head and native is not None:
+                return native.extend(head, level.counts, *level.lists, width, temperature)
             if head:
                 ancestors = _extend_ancestor_masks(ancestors, level)
                 positions = [tokens.end + head - 1 for tokens in new]
@@ -126,6 +132,16 @@ class LayerDrafter(HeadDrafter):
             for cache, tokens in zip(caches, new, strict=True):
                 cache.truncate(tokens.end)
 
+    def native_levels(
+        self,
+        backbone: Backbone,
+        states: Tensor,
+        caches: Sequence[LayerRows],
+        starts: Sequence[int],
+    ) -> NativeLevels | None:
+        """Returns the levels below the roots of B sequences in the native library, if it runs the layer."""
+        return None
+
     @torch.inference_mode()
     def read(
         self, backbone: Backbone, sequences: Sequence[Self], new: Sequence[NewTokens]
@@ -141,8 +157,9 @@ class LayerDrafter(HeadDrafter):
         return self.extend(entering, places, caches, embedded, last=True)
 
     def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
-        """Returns the backbone's embeddings without scaling, because the layer's norm scales them."""
-        return backbone.embedding(tokens).to(self.dtype)
+        """Returns the backbone's embeddings as they are, because the layer's norm converts and scales them."""
+        embedded: Tensor = backbone.embedding(tokens)
+        return embedded
 
 
 class Eagle(LayerDrafter):
@@ -228,14 +245,26 @@ class Eagle(LayerDrafter):
         positions: Sequence[Sequence[int]],
         caches: Sequence[LayerRows],
         embedded: Tensor,
-        *,
-        masks: Sequence[Tensor] | None = None,
-        last: bool = False,
+        **rows: Any,
     ) -> Tensor:
         extended: Tensor = self.packed("midlayer").extend(
-            states, positions, caches, embedded, masks=masks, last=last
+            states, positions, caches, embedded, **rows
         )
         return extended
+
+    def native_levels(
+        self,
+        backbone: Backbone,
+        states: Tensor,
+        caches: Sequence[LayerRows],
+        starts: Sequence[int],
+    ) -> NativeLevels | None:
+        layer = self.packed("midlayer")
+        head = self._scorer(backbone, 0)
+        if not isinstance(layer, NativeDecoderLayer) or not isinstance(head, NativeLinear):
+            return None
+        tokens, embedding = self.draft_ids, backbone.embedding
+        return NativeLevels(layer, head, self.norm, tokens, embedding, states, caches, starts)
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
@@ -270,7 +299,8 @@ class Eagle(LayerDrafter):
 
     def _lower(self, hidden: Tensor) -> Tensor:
         """Returns the leveled states to fuse, without those of the last layer."""
-        return self._fused(hidden).to(self.dtype) * self.levels.to(self.dtype)
+        levels = self.levels
+        return self._fused(hidden).to(levels.dtype) * levels
 
     def _fused(self, hidden: Tensor) -> Tensor:
         """Returns the states to fuse, normalized if the config says so."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import compress
 
 import torch
@@ -17,14 +17,38 @@ from medusa_cli.tree import Draft, DynamicTree, Growth, Prices, Tree, TreeBuilde
 class Frontier:
     """Holds the N nodes of B sequences' trees whose children are drafted next, sequence by sequence.
 
-    counts [B]: the number of nodes per sequence. parent_rows [N]: the index of each node's parent
-    among the nodes of the previous frontier; in the first frontier, the index of its sequence.
-    tokens [N]: the tokens of the nodes.
+    counts [B]: the number of nodes per sequence. parents [N]: the index of each node's parent among the
+    nodes of the previous frontier; in the first frontier, the index of its sequence. ids [N]: the
+    tokens of the nodes. Both are tensors, or lists that are uploaded to `device` if they are needed there.
     """
 
     counts: list[int]
-    parent_rows: Tensor
-    tokens: Tensor
+    parents: Tensor | list[int]
+    ids: Tensor | list[int]
+    device: torch.device | None = None
+
+    @cached_property
+    def tensors(self) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns parents and tokens as tensors [N]."""
+        if isinstance(self.parents, Tensor) and isinstance(self.ids, Tensor):
+            return self.parents, self.ids
+        assert self.device is not None
+        return upload([self.parents, self.ids], self.device)
+
+    @property
+    def parent_rows(self) -> Tensor:
+        return self.tensors[0]
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.tensors[1]
+
+    @property
+    def lists(self) -> tuple[list[int], list[int]]:
+        """Returns parents and tokens as lists."""
+        if isinstance(self.parents, list) and isinstance(self.ids, list):
+            return self.parents, self.ids
+        return self.parent_rows.tolist(), self.tokens.tolist()
 
 
 # guess(head, width, temperature, frontier) returns the log confidences and token ids [N, width] of
@@ -66,17 +90,15 @@ def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[D
             for builder, own in zip(builders, nodes, strict=True)
             for node in own
         ]
-        frontier = Frontier([len(own) for own in nodes], *upload([parent_rows, tokens], device))
-        best = guess(levels, limits.width, limits.temperature(levels), frontier)
+        frontier = Frontier([len(own) for own in nodes], parent_rows, tokens, device)
+        log_p, ids = _lists(*guess(levels, limits.width, limits.temperature(levels), frontier))
         levels += 1
-        log_p, ids = torch.stack([values.float() for values in best]).tolist()  # one transfer
         extended = nodes
         nodes = []
         start = 0
         for builder, own in zip(builders, extended, strict=True):
             end = start + len(own)
-            guesses = [[int(id) for id in row_ids] for row_ids in ids[start:end]]
-            nodes.append(builder.extend(own, log_p[start:end], guesses))
+            nodes.append(builder.extend(own, log_p[start:end], ids[start:end]))
             start = end
         if limits.prices is not None:
             size = limits.prices.best_size([builder.chances for builder in builders])
@@ -88,6 +110,15 @@ def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[D
         growth = Growth(sum(builder.chances[: size - 1]), levels)
         drafts.append(Draft(upload(chosen, device), tree, growth=growth))
     return drafts
+
+
+def _lists(log_p: Tensor, ids: Tensor) -> tuple[list[list[float]], list[list[int]]]:
+    """Returns confidences and token ids as lists, after one transfer from a GPU."""
+    if log_p.is_cuda:
+        # Floats of 64 bits hold both exactly.
+        log_p, ids = torch.stack([log_p.double(), ids.double()]).cpu()
+        ids = ids.long()
+    return log_p.tolist(), ids.tolist()
 
 
 def _worth_extending(

@@ -23,6 +23,7 @@ class LayerRows:
         self.length = 0
         self._positions: list[int] = []
         self.rows: Tensor | None = None  # [2, heads, C, D], of which `length` are in use
+        self._halves: tuple[Tensor, ...] = ()  # keys and values
 
     def append(
         self, keys: Tensor, values: Tensor, positions: Sequence[int]
@@ -41,13 +42,13 @@ class LayerRows:
         end = self.length + count
         if self.rows is None or self.rows.shape[2] < end:
             self.move(like.new_zeros(2, heads, whole_blocks(2 * end), dim))
-        assert self.rows is not None
-        return self.rows[0], self.rows[1]
+        keys, values = self._halves
+        return keys, values
 
     def filled(self) -> tuple[Tensor, Tensor]:
         """Returns the keys and values [heads, rows, D] in use."""
-        assert self.rows is not None
-        return self.rows[0, :, : self.length], self.rows[1, :, : self.length]
+        keys, values = self._halves
+        return keys[:, : self.length], values[:, : self.length]
 
     def count(self, positions: Sequence[int]) -> None:
         """Registers rows that a CUDA graph or the native library has written in place."""
@@ -61,6 +62,7 @@ class LayerRows:
             used = min(whole_blocks(self.length), self.rows.shape[2], rows.shape[2])
             rows[:, :, :used] = self.rows[:, :, :used]
         self.rows = rows
+        self._halves = rows.unbind()
 
     def truncate(self, position: int) -> int:
         """Forgets the rows from a position on; returns the position after the last row that is left."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from medusa_cli.drafters.base import Drafter
 from medusa_cli.drafters.expansion import Frontier, Guess
 from medusa_cli.drafters.layers import TokenBias, repeated
 from medusa_cli.engine.linear import packed_copy, packed_linear, packed_parts, packs
+from medusa_cli.engine.native_linear import NativeLinear
 from medusa_cli.model import Backbone
 
 if TYPE_CHECKING:
@@ -23,16 +24,6 @@ if TYPE_CHECKING:
 
 # Rows of the lm_head that are packed at a time, since all of them in fp32 take much memory.
 ROWS_AT_ONCE = 1024
-
-
-@runtime_checkable
-class NativeScorer(Protocol):
-    """A vocabulary matrix that finds its best tokens itself."""
-
-    def guess(
-        self, x: Tensor, width: int, temperature: float | None, norm: nn.RMSNorm | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the scores and ids of the best outputs, as NativeLinear does."""
 
 
 class Scoring(Drafter):
@@ -109,9 +100,9 @@ class Scoring(Drafter):
 
     def packed(self, name: str) -> Any:
         """Returns the submodule `name`, or a copy of it with linear layers packed for drafting."""
-        if not packs(next(self.parameters()).device):
-            return getattr(self, name)
         if name not in self._packed:
+            if not packs(next(self.parameters()).device):
+                return getattr(self, name)
             with self._packing(name) as pack:
                 self._packed[name] = packed_copy(getattr(self, name), pack)
         return self._packed[name]
@@ -162,9 +153,8 @@ class Scoring(Drafter):
     ) -> tuple[Tensor, Tensor]:
         """Returns what `best` does for the scores of states [N, H]. norm: is applied to the states first."""
         scorer = self._scorer(backbone, head)
-        if isinstance(scorer, NativeScorer):
-            log_p, indices = scorer.guess(states, width, temperature, norm)
-            return log_p, self.draft_ids[indices]
+        if isinstance(scorer, NativeLinear):
+            return scorer.guess(states, width, temperature, norm, self.draft_ids)
         states = states if norm is None else norm(states)
         return self.best(self.score(backbone, head, states), width, temperature)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import byref, pointer
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medusa_cli.native import PackedMatrix, library
@@ -91,7 +91,7 @@ class NativeDecoderLayer(nn.Module):
             setattr(self._layer, name, matrix.struct)
         for name, gain in gains.items():
             setattr(self._layer, name, gain.ctypes.data)
-        self._model = Model(
+        self.model = Model(
             layers=1,
             hidden=self.hidden_size,
             heads=self.heads,
@@ -102,7 +102,7 @@ class NativeDecoderLayer(nn.Module):
         )
         self._tables: list[Tensor] = []
         self._lock = threading.Lock()  # of the table, which several decoders may use
-        self._reserve(FIRST_POSITIONS)
+        self.reserve(FIRST_POSITIONS)
 
     def __deepcopy__(self, memo: dict[int, object]) -> NativeDecoderLayer:
         return self  # its weights do not change
@@ -113,22 +113,10 @@ class NativeDecoderLayer(nn.Module):
         positions: Sequence[Sequence[int]],
         caches: Sequence[RowCache],
         *embedded: Tensor,
-        masks: Sequence[Tensor] | None = None,
         last: bool = False,
     ) -> Tensor:
-        """Adds rows to the caches of B sequences as `DecoderLayer.extend` does, and returns the same output."""
-        if not all(map(len, positions)):
-            # The library takes no sequence without rows. Such a sequence has none in `x` either.
-            present = [i for i, own in enumerate(positions) if len(own)]
-            return self.extend(
-                x,
-                [positions[i] for i in present],
-                [caches[i] for i in present],
-                *embedded,
-                masks=None if masks is None else [masks[i] for i in present],
-                last=last,
-            )
-        if masks is None and max(map(len, positions)) > ROWS_AT_ONCE:
+        """Adds chains of rows to the caches of B sequences as `DecoderLayer.extend` does; returns the same output."""
+        if max(map(len, positions)) > ROWS_AT_ONCE:
             outputs: dict[tuple[int, int], Tensor] = {}
             for i, part, piece in pieces(positions):
                 parts = (own[part] for own in embedded)
@@ -138,19 +126,21 @@ class NativeDecoderLayer(nn.Module):
             return torch.cat(list(outputs.values()))
         counts = [len(own) for own in positions]
         flat = np.array([position for own in positions for position in own], np.int32)
-        self._reserve(int(flat.max()) + 1)
+        self.reserve(int(flat.max()) + 1)
         states, read = self._inputs(x, embedded, len(flat))
-        # `last` needs no mask. The arrays are kept here, as the structures point to them.
-        seen = [None] * len(counts) if last else _seen(counts, masks)
+        # `last` needs no masks. The arrays are kept here, as the structures point to them.
+        masks = [
+            array("B", b"" if last else np.tri(count, dtype=np.uint8).tobytes()) for count in counts
+        ]
         given = DraftPass(
-            own=self._rows(counts, caches, seen, states),
+            own=self.rows_of(caches, counts, masks, states),
             sequences=len(counts),
             last=last,
             positions=flat.ctypes.data,
             x=states.data_ptr(),
             embedded=None if read is None else read.data_ptr(),
         )
-        code = library().draft(byref(self._model), byref(given))
+        code = library().draft(byref(self.model), byref(given))
         check(code, "rows of a draft do not fit the cache")
         for cache, own in zip(caches, positions, strict=True):
             cache.count(own)
@@ -160,8 +150,7 @@ class NativeDecoderLayer(nn.Module):
         self, x: Tensor, embedded: Sequence[Tensor], rows: int
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the states, which the library replaces, and the embeddings, if any, that the matrices read first."""
-        states = x.float() if self.first_norm is None else self.first_norm(x.float())
-        states = states.clone(memory_format=torch.contiguous_format)
+        states = self.entering(x.float()).clone(memory_format=torch.contiguous_format)
         read = [own.float().contiguous() for own in embedded]
         shape = rows, self.hidden_size
         inputs = self._owned[0]["query"].shape[1]
@@ -172,54 +161,49 @@ class NativeDecoderLayer(nn.Module):
         )
         return states, next(iter(read), None)
 
-    def _rows(
+    def entering(self, states: Tensor) -> Tensor:
+        """Returns states as the library reads them."""
+        return states if self.first_norm is None else self.first_norm(states)
+
+    def rows_of(
         self,
-        counts: Sequence[int],
         caches: Sequence[RowCache],
-        masks: Sequence[NDArray[np.uint8] | None],
+        counts: Sequence[int],
+        masks: Sequence[array[int]],
         like: Tensor,
     ) -> Any:
-        """Returns the sequences' rows in the library's structures, after their caches have made room for them."""
+        """Returns the sequences' rows in the library's structures, after their caches have made room for them.
+
+        masks: for each sequence, which of its last rows [n, m >= n] the n new rows see, as bytes.
+        """
         rows = (DraftRows * len(counts))()
         for own, cache, count, mask in zip(rows, caches, counts, masks, strict=True):
             own.rows = count
-            own.earlier = 0 if mask is None else mask.shape[1] - count
+            own.earlier = max(0, len(mask) // count - count)
             own.prefix = cache.length - own.earlier
-            own.seen = None if mask is None else mask.ctypes.data
+            own.seen, _ = mask.buffer_info()
             keys, values = cache.room(count, self.heads, self.head_dim, like)
             own.keys = keys.data_ptr()
             own.values = values.data_ptr()
             own.capacity = keys.shape[1]
         return rows
 
-    def _reserve(self, positions: int) -> None:
+    def reserve(self, positions: int) -> None:
         """Makes room for at least `positions` positions in the rotary table."""
-        with self._lock:
-            if positions > self._model.positions:
+        if positions > self.model.positions:
+            with self._lock:
                 self._grow(positions)
 
     def _grow(self, positions: int) -> None:
         """Replaces the rotary table, of which each pass reads the start; `positions` is set last."""
-        count = max(positions, 2 * self._model.positions)
+        if positions <= self.model.positions:  # another thread was faster
+            return
+        count = max(positions, 2 * self.model.positions)
         rates = self.rope_theta ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim)
         angles = torch.arange(count).float()[:, None] * rates
         cos, sin = angles.cos().contiguous(), angles.sin().contiguous()
         self._tables += [cos, sin]  # a call in another thread may still read the earlier ones
-        self._model.cos[0] = cos.data_ptr()
-        self._model.sin[0] = sin.data_ptr()
-        self._model.rotary[0] = self.head_dim
-        self._model.positions = count
-
-
-def _seen(counts: Sequence[int], masks: Sequence[Tensor] | None) -> list[NDArray[np.uint8] | None]:
-    """Returns the masks as bytes; without masks, the rows of a chain see each other and the rows before them."""
-    if masks is None:
-        masks = [torch.ones(count, count, dtype=torch.bool).tril() for count in counts]
-    require(
-        all(
-            mask.ndim == 2 and len(mask) == count <= mask.shape[1]
-            for mask, count in zip(masks, counts, strict=True)
-        ),
-        "a mask does not fit the rows of a draft",
-    )
-    return [np.ascontiguousarray(mask.numpy(), np.uint8) for mask in masks]
+        self.model.cos[0] = cos.data_ptr()
+        self.model.sin[0] = sin.data_ptr()
+        self.model.rotary[0] = self.head_dim
+        self.model.positions = count

@@ -1,6 +1,7 @@
 """Linear layers and embeddings over the library's packed matrices."""
 
 from ctypes import byref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.native import PackedMatrix, library
 from medusa_cli.native.library import Guesses, check
-from medusa_cli.native.matrix import padded_floats
+from medusa_cli.native.matrix import Floats, padded_floats
 
 
 class NativeLinear(nn.Module):
@@ -18,6 +19,7 @@ class NativeLinear(nn.Module):
         super().__init__()
         self.matrix = matrix
         self.out_features, self.in_features = matrix.shape
+        self._gains: dict[nn.RMSNorm, tuple[Floats, int]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> "NativeLinear":
         return self  # its weights do not change
@@ -28,32 +30,55 @@ class NativeLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def guess(
-        self, x: Tensor, width: int, temperature: float | None, norm: nn.RMSNorm | None = None
+        self,
+        x: Tensor,
+        width: int,
+        temperature: float | None,
+        norm: nn.RMSNorm | None = None,
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the scores and ids [n, width] of the best outputs for x [n, K], best first.
 
-        With a temperature, the scores are log probabilities at it. norm: is applied to x first.
+        With a temperature, the scores are log probabilities at it. norm: is applied to x first; its
+        weight does not change either. tokens: the ids of the outputs, unless they are numbered from 0.
         """
         rows = x.float().contiguous()
+        guesses, scores, ids = self.guesses(len(rows), width, temperature, norm, tokens)
+        guesses.states = rows.data_ptr()
+        guesses.rows, guesses.stride = rows.shape
+        fits = norm is None or norm.weight.numel() == guesses.stride
+        code = library().guess(byref(self.matrix.struct), byref(guesses)) if fits else -1
+        check(code, f"{width} guesses for states {tuple(x.shape)} do not fit the matrix or norm")
+        return scores, ids
+
+    def guesses(
+        self,
+        rows: int,
+        width: int,
+        temperature: float | None,
+        norm: nn.RMSNorm | None,
+        tokens: Tensor | None,
+    ) -> tuple[Any, Tensor, Tensor]:
+        """Returns the library's structure for guesses of n rows, and the buffers of their scores and ids."""
         width = min(width, self.out_features)
-        scores = torch.empty(len(rows), width)
-        ids = torch.empty(len(rows), width, dtype=torch.int32)
-        gain = None if norm is None else padded_floats(norm.weight.detach().float().numpy())
-        guesses = Guesses(
-            states=rows.data_ptr(),
-            rows=len(rows),
-            stride=rows.shape[1],
-            norm=None if gain is None else gain.ctypes.data,
+        scores = torch.empty(rows, width)
+        ids = torch.empty(rows, width, dtype=torch.long)
+        gain = None
+        if norm is not None:
+            if norm not in self._gains:
+                floats = padded_floats(norm.weight.detach().float().numpy())
+                self._gains[norm] = floats, floats.ctypes.data
+            _, gain = self._gains[norm]
+        structure = Guesses(
+            norm=gain,
             eps=0.0 if norm is None else norm.eps or 0.0,
             temperature=temperature or 0.0,
             width=width,
             ids=ids.data_ptr(),
             scores=scores.data_ptr(),
+            tokens=None if tokens is None else tokens.data_ptr(),
         )
-        fits = norm is None or norm.weight.numel() == rows.shape[1]
-        code = library().guess(byref(self.matrix.struct), byref(guesses)) if fits else -1
-        check(code, f"{width} guesses for states {tuple(x.shape)} do not fit the matrix or norm")
-        return scores, ids.long()
+        return structure, scores, ids
 
 
 class NativeEmbedding(nn.Module):

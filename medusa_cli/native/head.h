@@ -48,7 +48,7 @@ inline void logits(Pool& pool, const Matrix& head, const float* states, int64_t 
 
 // Finds the `width` best of n scores, best first; of equal ones, the first is better. The scores are
 // padded to a multiple of 16.
-inline void find_best_few(float* scores, int64_t n, int64_t width, int32_t* ids, float* best) {
+inline void find_best_few(float* scores, int64_t n, int64_t width, int64_t* ids, float* best) {
   for (int64_t i = n; i < padded(n, 16); i++) scores[i] = -INFINITY;
   int64_t count = 0;
   for (int64_t first = 0; first < n; first += 16) {
@@ -61,7 +61,7 @@ inline void find_best_few(float* scores, int64_t n, int64_t width, int32_t* ids,
         ids[at] = ids[at - 1];
       }
       best[at] = scores[i];
-      ids[at] = static_cast<int32_t>(i);
+      ids[at] = i;
     }
   }
 }
@@ -91,7 +91,9 @@ inline void guess(Pool& pool, const Matrix& m, const Guesses& g) {
   each_row(pool, g.rows, m.n, [&](int64_t r) {
     float* row = scores + r * wide;
     float* best = g.scores + r * g.width;
-    find_best_few(row, m.n, g.width, g.ids + r * g.width, best);
+    int64_t* ids = g.ids + r * g.width;
+    find_best_few(row, m.n, g.width, ids, best);
+    for (int64_t i = 0; g.tokens && i < g.width; i++) ids[i] = g.tokens[ids[i]];
     if (g.temperature <= 0) return;
     const float all = log_sum_exp(row, m.n, best[0], g.temperature);
     for (int64_t i = 0; i < g.width; i++) best[i] = best[i] / g.temperature - all;

@@ -347,6 +347,33 @@ int medusa_embed(const Matrix* matrix, const int64_t* ids, int64_t count, float 
   return kNoMemory;
 }
 
+// Runs a level of drafts: the embeddings of its tokens, the layer, and the guesses of what follows.
+int medusa_level(const Model* model, const DraftLevel* level) {
+  const DraftLevel& l = *level;
+  const int64_t hidden = model->hidden;
+  int64_t rows = 0;
+  for (int64_t s = 0; s < l.sequences; s++) {
+    if (l.own[s].rows < 1) return -1;
+    rows += l.own[s].rows;
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    if (l.parents[r] < 0 || l.parents[r] >= l.above_rows) return -1;
+    std::memcpy(l.x + r * hidden, l.above + l.parents[r] * hidden, hidden * sizeof(float));
+  }
+  if (l.embedding) {
+    const int code = medusa_embed(l.embedding, l.tokens, rows, l.embedding_scale, l.embedded, hidden);
+    if (code) return code;
+  }
+  const DraftPass pass = {l.own, l.sequences, 0, l.positions, l.x, l.embedded};
+  const int code = medusa_draft(model, &pass);
+  if (code) return code;
+  Guesses guesses = l.guesses;
+  guesses.states = l.x;
+  guesses.rows = rows;
+  guesses.stride = hidden;
+  return medusa_guess(l.head, &guesses);
+}
+
 // Moves the columns length + path[i] of a slot to length + i, and advances running states along the
 // path. The path must ascend.
 int medusa_keep(const Model* model, const Cache* cache, int64_t slot, int64_t length, const int64_t* path,

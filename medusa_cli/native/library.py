@@ -93,6 +93,7 @@ Step = DECLARED.classes["Step"]
 DraftRows = DECLARED.classes["DraftRows"]
 DraftPass = DECLARED.classes["DraftPass"]
 Guesses = DECLARED.classes["Guesses"]
+DraftLevel = DECLARED.classes["DraftLevel"]
 # The names of fields: a layer's norms and its other vectors, and a model's boolean properties.
 NORMS = DECLARED.names("Layer", "Gain")
 VECTORS = DECLARED.names("Layer", "Vector")
@@ -115,6 +116,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "draft": (c_int, [POINTER(Model), POINTER(DraftPass)]),
     "logits": (c_int, [POINTER(Matrix), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p]),
     "guess": (c_int, [POINTER(Matrix), POINTER(Guesses)]),
+    "level": (c_int, [POINTER(Model), POINTER(DraftLevel)]),
     "multiply": (c_int, [POINTER(Matrix), c_void_p, c_int64, c_int64, c_void_p, c_int64]),
     "embed": (c_int, [POINTER(Matrix), c_void_p, c_int64, c_float, c_void_p, c_int64]),
     "keep": (c_int, [POINTER(Model), POINTER(CacheBuffers), c_int64, c_int64, c_void_p, c_int64]),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import pointer
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
@@ -198,6 +199,7 @@ class PackedMatrix:
         address = None if self.bias is None else self.bias.ctypes.data
         int8 = int8_rows and not format.is_float
         self.struct = Matrix(int(format), int8, *shape, tiles.ctypes.data, address)
+        self.pointer = pointer(self.struct)
 
     @classmethod
     def pack(
