@@ -39,7 +39,7 @@ METHODS = (
     "that of the run of this name inside the run, else the run's own. "
     "[default: hf,ar,medusa, with --sweep or --agent ar,medusa]"
 )
-SWEEP = "Run one bench per value of nodes, epsilon or temperature; resumes a killed one."
+SWEEP = "Run one bench per value of nodes, epsilon or temperature; the same command resumes an interrupted sweep."
 GGUF = (
     "The file that llama.cpp reads. [default: the model's, if it is a GGUF file or the default one]"
 )

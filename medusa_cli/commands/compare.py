@@ -39,8 +39,8 @@ def compare(
 
     KL: divergence from the original model, in nats per token. ppl: perplexity over the original's. same: how often both
     choose the same greedy token. Heads on a frozen model (stage 1) do not change the model. A model trained in full has
-    no original to compare with (-). The figures are those of the best validation in RUN/train.jsonl. Runs that held out
-    different conversations are compared with --data, which measures all of them on one file.
+    no original to compare with (-). The figures are those of the best validation in RUN/train.jsonl. If the runs held
+    out different conversations, give --data to measure all of them on one file.
     """
     printing.configure()
     _check_flags(data, max_samples, loading)

@@ -33,7 +33,7 @@ def import_(
     trust_remote_code: options.TrustRemoteCode = False,
     printing: OutputFlags,
 ) -> None:
-    """Import a drafter that was trained elsewhere, or exported by `medusa export --to` medusa, eagle3, speculators.
+    """Import a drafter that was trained elsewhere, or exported by `medusa export` as medusa, eagle3 or speculators.
 
     Every tensor is checked against the model's widths before anything is written, and nothing in the files is executed.
     Then calibrate the run. The other commands accept it as --run, like any run.

@@ -24,7 +24,7 @@ WINDOW = 64
 
 @dataclass(frozen=True)
 class Trigger:
-    """Begins a part of an answer that follows a grammar, up to the first complete text of it.
+    """Begins a part of an answer that follows a grammar. The part ends as soon as its text is complete.
 
     token: the token that begins the part; None if it is a text that matches `pattern`. at_start:
     the text begins the answer, or follows the previous part.

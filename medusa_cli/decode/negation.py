@@ -72,7 +72,7 @@ def negated(schema: Any, within: Any, resolve: Callable[[Any], Any], depth: int 
 def _negated_keyword(
     keyword: str, value: Any, types: list[str], inner: Callable[[Any], Any]
 ) -> list[Any]:
-    """Returns schemas of the values, of these types, that one keyword does not allow; inner: negates a part."""
+    """Returns schemas of the values of these types that a keyword excludes. inner: negates a schema in it."""
     match keyword:
         case "type":
             return [_other_types(value, types)]

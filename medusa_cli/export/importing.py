@@ -1,4 +1,4 @@
-"""Import of drafters trained by other tools into runs."""
+"""Imports other tools' drafters, each into a run."""
 
 import logging
 import os

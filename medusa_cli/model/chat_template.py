@@ -235,7 +235,7 @@ def encode(
         start = len(tokens)
         text = _extend(model, tokens, text, messages[: index + 1], prompt=False)
         ends = [at for at in range(start, len(tokens)) if tokens[at] in model.eos_ids]
-        # Templates put a newline after the end token, which the model never generates.
+        # After the end token, templates put a newline, which the model never generates.
         spans.append((start, ends[0] + 1 if ends else len(tokens)))
     return tokens, spans
 

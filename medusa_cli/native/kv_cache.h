@@ -29,7 +29,7 @@ inline void put_channel(const T* row, int64_t k, int channel, uint8_t* tile) {
   for (int64_t d = 0; d < k; d++) out[kTile * d] = row[d];
 }
 
-// Rounds `wide` numbers, a multiple of 16 or 32, to a row as a file stores it. Numbers beyond the largest half are
+// Rounds `wide` numbers (a multiple of 16 or 32) to a row in the layout of a GGUF file. Numbers beyond the largest half are
 // replaced by it, since masked columns must be finite.
 inline void round_head(int32_t format, float* x, int64_t wide, uint8_t* row) {
   constexpr float limit = 65504.0f;

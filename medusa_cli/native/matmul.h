@@ -52,7 +52,7 @@ struct Rows {
 
 constexpr int kZeros[5] = {8, 16, 128, 32, 4};
 
-// Groups of inputs below this size are rounded to zero: the inverse of a smaller one may be infinite.
+// A group is rounded to zero if its largest input is below this, as 127 / input may be infinite.
 constexpr float kLeastSize = 1e-30f;
 
 // Rounds inputs first .. end - 1 (multiples of 32) of one row to 8 bits.

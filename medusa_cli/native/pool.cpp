@@ -88,7 +88,7 @@ bool Pool::take(int thread) {
     state = job_.fetch_add(1, std::memory_order_acq_rel);
     const int64_t ticket = state & kMask, shares = state >> kBits & kMask;
     if (ticket >= shares) return any;
-    // An exception must not leave a thread, nor the job while others still work on it.
+    // An exception must not escape from a thread, nor end the job while other threads still work on it.
     try {
       function_(context_, share_of(ticket, shares, threads()), thread);
     } catch (...) {

@@ -3,8 +3,8 @@
 //
 //     selftest [DIGEST]     ->     SET DIGEST
 //
-// All sets, compilers and machines give one digest. Ends with 1 if a case differs, or if the digest is
-// not the given one.
+// All sets, compilers and machines give one digest. Exits with status 1 if a case differs, or if the digest is not the
+// given one.
 #include <cstdio>
 #include <cstdlib>
 #include <deque>

@@ -211,7 +211,7 @@ def sole_writer(folder: Path, command: str) -> Iterator[None]:
 
 
 class Run:
-    """The folder of one experiment; each path belongs to an artifact, which may not exist."""
+    """The folder of one experiment, with the path of each artifact. An artifact may be missing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
