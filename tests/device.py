@@ -66,7 +66,8 @@ def efficient(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *args: Any, scale: float
 ) -> tuple[Any, ...]:
     """Attends under a mask; the rows of the log-sum-exp are padded."""
-    assert args == (True,) and bias.shape[:-2] == query.shape[:-2]
+    assert args == (True,)
+    assert bias.shape[:-2] == query.shape[:-2]
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, attn_mask=bias, scale=scale
     )

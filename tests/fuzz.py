@@ -269,7 +269,8 @@ class Ground:
             done = medusa(*self.filled(case.words), exit_code=None)
         text = done.stderr
         assert isinstance(done.exception, SystemExit | type(None)), f"{done.exception!r}\n{case!r}"
-        assert "internal error" not in text and "Traceback" not in text, f"{text}\n{case!r}"
+        assert "internal error" not in text, f"{text}\n{case!r}"
+        assert "Traceback" not in text, f"{text}\n{case!r}"
         assert done.exit_code in (0, 1, 2), f"exit code {done.exit_code}\n{text}\n{case!r}"
         if done.exit_code:
             message = text[max(0, text.rfind("error: ")) :].strip()

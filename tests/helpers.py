@@ -339,7 +339,8 @@ def prefilled(backbone: Backbone, prompt: Tensor | Sequence[int]) -> Cache:
 
 def rows_of(cache: Cache, slot: int = 0) -> Tensor:
     """Returns the keys and values of a slot [2, layers, KV, length, D]."""
-    assert cache.keys is not None and cache.values is not None
+    assert cache.keys is not None
+    assert cache.values is not None
     if isinstance(cache, NativeCache):  # keys lie in tiles of columns, values are padded
         places = [cache.at(place, slot) for place in range(cache.layers)]
         keys = torch.stack([keys for keys, _ in places]).mT.flatten(2, 3)

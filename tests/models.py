@@ -291,7 +291,8 @@ def survey(kind: str) -> Outcome:
         except UserError as refusal:
             return Outcome(None, note=reason_of(refusal))
     wrong = tuple(way for way, right in ways(network, backbone).items() if not right)
-    assert machine_key(backbone.config) and backbone.engine.row_bytes >= 0
+    assert machine_key(backbone.config)
+    assert backbone.engine.row_bytes >= 0
     notes = ["text only"] if kind in WRAPPERS else []
     if getattr(backbone.engine, "stateful", None) or backbone.engine.new_cache().stateful:
         notes.append(STATES if backbone.engine.new_cache().decoded_states else PROMPT_STATES)

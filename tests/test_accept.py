@@ -133,7 +133,8 @@ def test_token_zero_is_a_token_like_any_other() -> None:
     logits[0, 3] = logits[1, 0] = logits[2, 0] = logits[3, 0] = 5.0
     shallow = Draft(torch.tensor([1, 3, 2, 5]), tree)  # node 1 is followed by 5, the model wants 0
     accepted, bonus = accept(logits, shallow, Sampling(), GENERATOR)
-    assert accepted == [0, 1] and bonus == 0
+    assert accepted == [0, 1]
+    assert bonus == 0
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -218,7 +219,8 @@ def test_the_likeliest_token_stays_for_any_top_p(top_p: float) -> None:
 def test_all_that_tie_with_the_last_of_top_k_stay() -> None:
     logits = (2 * torch.randn(50, 30, generator=torch.Generator().manual_seed(1))).round()
     weights, ids = candidates(logits, Sampling("exact", 0.8, top_k=5))
-    assert ids is not None and int((weights > 0).sum(-1).max()) > 5
+    assert ids is not None
+    assert int((weights > 0).sum(-1).max()) > 5
     drawn = torch.zeros_like(logits).scatter_(-1, ids, weights)
     assert torch.allclose(drawn, TopKLogitsWarper(5)(None, logits / 0.8).softmax(-1), atol=1e-6)
 
@@ -237,7 +239,8 @@ def test_draw_among_many_weights_is_that_of_their_running_sum(size: int) -> None
     ):
         expected = torch.searchsorted(summed, draws * summed[-1] * (1 - 2.0**-52), right=True)
         drawn = draw(weights[0, 0].expand(len(draws), -1), draws)
-        assert torch.equal(drawn, expected) and (weights[0, 0][drawn] > 0).all()
+        assert torch.equal(drawn, expected)
+        assert (weights[0, 0][drawn] > 0).all()
     drawn = draw(weights, torch.full((3, 4), 0.5, dtype=torch.double))
     assert drawn.tolist() == [
         [int(draw(row, torch.tensor(0.5))) for row in rows] for rows in weights

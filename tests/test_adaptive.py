@@ -73,7 +73,8 @@ def test_accepted_drafts_make_the_tree_larger() -> None:
     policy = adaptive()
     sizes = steps(policy, 1.0, 60)
     # Two of two accepted where 0.7 were expected: four tokens in 13.5 ms are more than three in 12.
-    assert sizes[0] == SMALL.size and set(sizes[20:]) - {ROOT.size} == {LARGE.size}
+    assert sizes[0] == SMALL.size
+    assert set(sizes[20:]) - {ROOT.size} == {LARGE.size}
     assert sizes.count(ROOT.size) <= 2  # plain steps that check whether drafting still pays
     assert policy.acceptance > 1.5
 
@@ -82,12 +83,15 @@ def test_trials_wait_until_plain_steps_have_paid_for_them() -> None:
     policy = adaptive()
     sizes = steps(policy, 0.0, 4000)
     first = sizes.index(ROOT.size)
-    assert sizes[0] == SMALL.size and first <= 8 and policy.acceptance < 0.5
+    assert sizes[0] == SMALL.size
+    assert first <= 8
+    assert policy.acceptance < 0.5
     drafted = [size for size in sizes[first:] if size > 1]
     # Both steps of the dearest trial accept nothing.
     dearest = TRIAL_STEPS * (SECONDS[SMALL.size] / SECONDS[ROOT.size] - 1)
     paid = MAX_TRIAL_COST * sizes.count(ROOT.size) + 2 * dearest
-    assert set(drafted) == {SMALL.size} and len(drafted) / TRIAL_STEPS * dearest <= paid
+    assert set(drafted) == {SMALL.size}
+    assert len(drafted) / TRIAL_STEPS * dearest <= paid
     assert len(drafted) > 20  # trials go on for ever
 
 
@@ -180,7 +184,8 @@ def test_short_and_frequent_answers_find_their_way_back(length: int, slots: int)
     policy = adaptive()
     failed, _ = serve(policy, [0.0] * 60, length, slots)
     _, drafted = serve(policy, [1.0] * 200, length, slots)
-    assert failed >= 0.97 and drafted > 0.6
+    assert failed >= 0.97
+    assert drafted > 0.6
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
@@ -195,7 +200,8 @@ def test_drafter_that_does_not_pay_costs_at_most_three_percent(
 def test_easy_and_hard_texts_in_turn_do_not_disturb_each_other() -> None:
     policy = adaptive()
     pairs = [(speedup(policy, [0.7]), speedup(policy, [0.0])) for _ in range(8)]
-    assert min(easy for easy, _ in pairs) > 1.2 and min(hard for _, hard in pairs) > 0.96
+    assert min(easy for easy, _ in pairs) > 1.2
+    assert min(hard for _, hard in pairs) > 0.96
 
 
 def test_sequence_begins_with_the_estimate_of_its_kind_of_sampling() -> None:
@@ -203,7 +209,8 @@ def test_sequence_begins_with_the_estimate_of_its_kind_of_sampling() -> None:
     steps(policy, 0.0, 300, begin(policy, HOT))
     steps(policy, 1.0, 60, begin(policy))
     later = policy.fork()
-    assert choose(later, begin(later, HOT)) == ROOT and choose(later, begin(later)).size > 1
+    assert choose(later, begin(later, HOT)) == ROOT
+    assert choose(later, begin(later)).size > 1
     assert choose(later, begin(later, Sampling("exact", 0.3))).size > 1  # nothing is known of it
     for mode in ("exact", "typical"):
         assert len({sampling_kind(Sampling(mode, 10.0**power)) for power in (3, 103, 308)}) == 1
@@ -250,14 +257,16 @@ def test_single_outlier_changes_nothing() -> None:
     before = choose(policy, text)
     steps(policy, 0.5, 1, text, lambda tree: 30.0)
     steps(policy, 0.5, 20, text)
-    assert before.size > 1 and choose(policy, text) is before
+    assert before.size > 1
+    assert choose(policy, text) is before
 
 
 def test_tree_truncated_by_the_context_teaches_nothing() -> None:
     policy = adaptive()
     before, text = policy.acceptance, begin(policy)
     policy.record([text], [Step([1], 2, (0,), verify_s=9.0)])
-    assert policy.acceptance == before and choose(policy, text) is SMALL
+    assert policy.acceptance == before
+    assert choose(policy, text) is SMALL
 
 
 class Alternating(AdaptivePolicy):
@@ -348,33 +357,40 @@ def test_trees_grow_where_the_drafter_is_sure() -> None:
     static, _ = decode(AdaptivePolicy(CHAINS, LEVELS), mixed, 400)
     sure = [step.growth.levels for step in taken[1::2] if step.growth]
     unsure = [step for step in taken[::2] if step.growth]
-    assert min(sure) == 4 and {step.growth.levels for step in unsure if step.growth} == {1}
-    assert max(step.nodes for step in unsure) <= 3 and speedup > 1.1 * static > 1.1
+    assert min(sure) == 4
+    assert {step.growth.levels for step in unsure if step.growth} == {1}
+    assert max(step.nodes for step in unsure) <= 3
+    assert speedup > 1.1 * static > 1.1
 
 
 def test_confidences_that_are_wrong_end_drafting() -> None:
     policy = growing()
     speedup, taken = decode(policy, lambda number: 0.6, 1000, right=lambda confidence: 0.0)
     late = [step for step in taken[50:] if step.growth]
-    assert speedup > 0.96 and 0 < len(late) < 60
+    assert speedup > 0.96
+    assert 0 < len(late) < 60
     assert {step.growth.levels for step in late if step.growth} == {1}  # trials are cheap
     speedup, taken = decode(policy, lambda number: 0.9, 400)  # a text that drafts fit
-    assert speedup > 1.5 and any(step.growth for step in taken[-2:])
+    assert speedup > 1.5
+    assert any(step.growth for step in taken[-2:])
 
 
 def test_a_single_miss_of_a_sure_drafter_does_not_end_drafting() -> None:
     policy = growing()
     _, taken = decode(policy, lambda number: 0.95, 40, right=lambda confidence: 0.0)
     drafted = [number for number, step in enumerate(taken) if step.growth]
-    assert drafted[:2] == [0, 1] and len(drafted) < 24
+    assert drafted[:2] == [0, 1]
+    assert len(drafted) < 24
 
 
 def test_prices_rise_ever_faster_whatever_the_noise() -> None:
     assert convex([1.0, 2.0, 5.0, 4.0, 4.0, 7.0, 12.0]) == [1.0, 1.75, 2.5, 3.25, 4.0, 7.0, 12.0]
-    assert convex([3.0, 2.0, 2.5, 9.0])[:3] == [3.0, 3.0, 3.5] and convex([1.0]) == [1.0]
+    assert convex([3.0, 2.0, 2.5, 9.0])[:3] == [3.0, 3.0, 3.5]
+    assert convex([1.0]) == [1.0]
 
 
 def test_growing_trees_stay_within_a_limit_of_nodes() -> None:
     limit = Growing(DynamicTree(3, 4, width=2), (0.9,) * 4)
     policy = AdaptivePolicy(CHAINS, LEVELS, growing=limit)
-    assert policy.size == 3 and drafted(choose(policy), 0.95).tree.size == 3
+    assert policy.size == 3
+    assert drafted(choose(policy), 0.95).tree.size == 3

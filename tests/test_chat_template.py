@@ -209,7 +209,8 @@ def test_every_command_on_a_run_uses_the_template_of_its_distillation(
         medusa("chat", "--run", name, "--prompt", "w1", "--max-new-tokens", "4", "--dtype", "fp32")
     inner = Run(Path(run, "inner"))
     assert Run(Path(run)).chat_template == inner.chat_template == CHAT_TEMPLATE
-    assert inner.owner is not None and inner.owner["id"] == bare
+    assert inner.owner is not None
+    assert inner.owner["id"] == bare
 
 
 def test_distillation_continues_with_its_own_template_alone(
@@ -277,12 +278,14 @@ def test_the_callers_alarm_is_given_back(
             while True:
                 pass
         remaining, interval = signal.getitimer(signal.ITIMER_REAL)
-        assert signal.getsignal(signal.SIGALRM) is not before and interval == (300 if left else 0)
+        assert signal.getsignal(signal.SIGALRM) is not before
+        assert interval == (300 if left else 0)
         if left == 0.2:  # it fell due meanwhile
             while not rung:
                 time.sleep(0.01)
         else:
-            assert not rung and (remaining < left - 0.4 if left else remaining == 0)
+            assert not rung
+            assert remaining < left - 0.4 if left else remaining == 0
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -58,7 +58,8 @@ def test_help_lists_every_command(words: list[str]) -> None:
 def test_version_and_completion() -> None:
     assert medusa("--version").stdout == f"medusa {__version__}\n"
     shown = program("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert shown.returncode == 0 and "complete" in shown.stdout
+    assert shown.returncode == 0
+    assert "complete" in shown.stdout
 
 
 COMPLETING = """
@@ -91,8 +92,10 @@ def test_commands_and_their_options_complete_without_torch(
         name: text.format(line=line, last=line.count(" ")) for name, text in environment.items()
     }
     done = python(COMPLETING, env={**os.environ, **values, "_MEDUSA_COMPLETE": f"complete_{shell}"})
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert expected in done.stdout and "--model" not in done.stdout
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", done.stderr
+    assert expected in done.stdout
+    assert "--model" not in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -259,10 +262,11 @@ def test_a_wrong_command_line_is_one_short_line(
     (tmp_path / "runs" / "default").mkdir(parents=True)
     words = words.format(place=place).split(" ") if isinstance(words, str) else words
     shown = medusa(*words, exit_code=code)
-    assert (
-        shown.stdout == "" and shown.stderr.startswith("error: ") and shown.stderr.count("\n") == 1
-    )
-    assert named in shown.stderr and len(shown.stderr) <= LONGEST + len("\n")
+    assert shown.stdout == ""
+    assert shown.stderr.startswith("error: ")
+    assert shown.stderr.count("\n") == 1
+    assert named in shown.stderr
+    assert len(shown.stderr) <= LONGEST + len("\n")
     assert fetched == []
 
 
@@ -313,10 +317,13 @@ def test_a_failure_is_one_line(
 ) -> None:
     fails(monkeypatch, reason)
     shown = medusa("assets", "--quiet", exit_code=code)
-    assert shown.stdout == "" and named in shown.stderr
-    assert shown.stderr.startswith("error: ") and shown.stderr.count("\n") == 1
+    assert shown.stdout == ""
+    assert named in shown.stderr
+    assert shown.stderr.startswith("error: ")
+    assert shown.stderr.count("\n") == 1
     debugged = medusa("assets", "--debug", exit_code=code).stderr
-    assert "Traceback" in debugged and debugged.endswith(shown.stderr)
+    assert "Traceback" in debugged
+    assert debugged.endswith(shown.stderr)
 
 
 def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +341,8 @@ def test_signal_exit_codes(number: int, code: int) -> None:
         "with console.terminated(): cli.app(['assets', 'sharegpt', '--quiet'])"
     )
     done = python(script)
-    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -350,7 +358,8 @@ def test_interrupted_command_that_resumes_says_so(
 
     monkeypatch.setattr("medusa_cli.options.OutputFlags.configure", interrupted)
     shown = medusa(*words, exit_code=130).stderr
-    assert shown.startswith("interrupted") and (shown.strip() != "interrupted") == resumes
+    assert shown.startswith("interrupted")
+    assert (shown.strip() != "interrupted") == resumes
 
 
 def test_a_command_that_stops_on_request_keeps_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,9 +387,8 @@ def test_a_setting_is_a_flag_a_keyword_or_a_field() -> None:
         "left out (--no-resume keeps them; --max-samples too) [--run]"
     )
     refusal = refusal_for(error, "prompt")
-    assert (refusal.param, refusal.code) == ("max_tokens", "invalid_value") and str(
-        refusal
-    ).startswith("max_tokens 0")
+    assert (refusal.param, refusal.code) == ("max_tokens", "invalid_value")
+    assert str(refusal).startswith("max_tokens 0")
     assert (
         refusal_for(UserError("it is too long", "give another @model"), "prompt").param == "prompt"
     )

@@ -249,7 +249,8 @@ def test_a_folder_of_another_model_is_refused_in_one_line(tmp_path: Path, model:
     done = medusa(
         "chat", "--prompt", "w1", "--model", other, "--drafter", theirs, "--raw", exit_code=1
     )
-    assert "fc.weight" in done.stderr and done.stderr.strip().count("\n") == 1
+    assert "fc.weight" in done.stderr
+    assert done.stderr.strip().count("\n") == 1
 
 
 # MTP layers, in the layout of each maker's repository.
@@ -473,7 +474,8 @@ def test_an_mtp_layer_gets_a_draft_vocabulary_a_calibration_and_a_tree(
     words = ("--model", path, "--data", data, "--draft-vocab-size", 40)
     medusa("import", "mtp", "--run", run, *words)
     drafter = load_drafter(Path(run) / "drafter", backbone)
-    assert drafter.config.draft_vocab_size == 40 and len(drafter.matrices) == 0
+    assert drafter.config.draft_vocab_size == 40
+    assert len(drafter.matrices) == 0
     talked = [json.loads(line)["tokens"] for line in data.read_text().splitlines()]
     assert set(drafter.draft_ids.tolist()) <= {token for tokens in talked for token in tokens}
     assert set(talked[0][:2]) <= set(drafter.draft_ids.tolist())  # they begin every prompt
@@ -517,7 +519,8 @@ def test_training_from_mtp_goes_on_from_the_models_own(
     medusa("train", "--from", "mtp", "--run", f"{tmp_path}/run", *common, *words)
     folder = tmp_path / "run" / "drafter"
     trained = load_drafter(folder, backbone)
-    assert trained.config.vocabulary == "draft" and trained.num_heads == 2
+    assert trained.config.vocabulary == "draft"
+    assert trained.num_heads == 2
     document = ("calibrate", "--run", f"{tmp_path}/run", *common, "--top", "1")
     before = medusa_json(*document, "--drafter", "mtp")["accuracies"]
     after = medusa_json(*document)["accuracies"]
@@ -766,7 +769,9 @@ def test_blocks_of_another_kind_are_refused_in_one_line(
     words = ("--model", model, "--drafter", theirs, "--raw", "--prompt", "w1")
     done = medusa("chat", *words, exit_code=None)
     last = done.stderr.strip().splitlines()[-1]
-    assert done.exit_code in (1, 2) and part in last and "internal" not in last
+    assert done.exit_code in (1, 2)
+    assert part in last
+    assert "internal" not in last
 
 
 @pytest.mark.quick("deepseek_v3")
@@ -777,7 +782,8 @@ def test_mtp_layers_run_in_16_bits(
     path, _ = with_mtp(kind)
     with Medusa.from_pretrained(path, drafter="mtp", dtype="bf16", tree="dynamic:6") as drafting:
         answer = drafting.generate(PROMPT, max_new_tokens=6, stop_ids=())
-    assert len(answer.tokens) == 6 and answer.stats.steps > 0
+    assert len(answer.tokens) == 6
+    assert answer.stats.steps > 0
 
 
 def test_a_model_with_an_mtp_layer_is_told_of_it(
@@ -790,7 +796,8 @@ def test_a_model_with_an_mtp_layer_is_told_of_it(
     assert "--drafter mtp" not in medusa(*words, model).stderr
     for drafter, part in (("mtp", "no MTP layer"), ("nobody/nothing", "nobody/nothing")):
         done = medusa(*words, model, "--drafter", drafter, exit_code=1)
-        assert part in done.stderr and done.stderr.count("\n") == 1
+        assert part in done.stderr
+        assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.quick("qwen2")

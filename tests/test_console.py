@@ -48,7 +48,8 @@ def test_json_is_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     console.info("loading")
     console.emit_json({"tokens": 3, "text": "é\x1b"})
     shown = capsys.readouterr()
-    assert json.loads(shown.out) == {"tokens": 3, "text": "é\x1b"} and "\x1b" not in shown.out
+    assert json.loads(shown.out) == {"tokens": 3, "text": "é\x1b"}
+    assert "\x1b" not in shown.out
     assert shown.err == "loading\n"
 
 
@@ -57,7 +58,8 @@ def test_text_is_no_markup_and_is_never_wrapped(capsys: pytest.CaptureFixture[st
     console.info(long)
     console.result(long)
     shown = capsys.readouterr()
-    assert shown.err.count("\n") == shown.out.count("\n") == 1 and "[default: 2]" in shown.out
+    assert shown.err.count("\n") == shown.out.count("\n") == 1
+    assert "[default: 2]" in shown.out
 
 
 def test_a_pipe_gets_results_as_they_are_and_no_progress(
@@ -74,7 +76,8 @@ def test_text_that_stdout_cannot_encode_is_no_error() -> None:
     code = "from medusa_cli import console; console.configure(); console.result('w\\udcff 🙂')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
-    assert done.returncode == 0 and done.stdout == b"w\\udcff \\U0001f642\n", done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == b"w\\udcff \\U0001f642\n", done.stderr
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
@@ -94,8 +97,10 @@ def test_a_message_keeps_its_ends(
 ) -> None:
     say(f"the value {value} is not valid; give a shorter one")
     text = capsys.readouterr().err
-    assert len(text) <= LONGEST + len("\n") and text.count("\n") == 1
-    assert "the value " in text and text.endswith("give a shorter one\n")
+    assert len(text) <= LONGEST + len("\n")
+    assert text.count("\n") == 1
+    assert "the value " in text
+    assert text.endswith("give a shorter one\n")
 
 
 @pytest.fixture
@@ -130,9 +135,8 @@ def test_messages_and_results_are_escaped(
 ) -> None:
     say(HOSTILE)
     say(HARMLESS.replace("\t", " "))
-    assert "\\x1b]0;owned\\x07\\x1b[2J" in harmless(terminal) and HARMLESS.replace(
-        "\t", " "
-    ) in harmless(terminal)
+    assert "\\x1b]0;owned\\x07\\x1b[2J" in harmless(terminal)
+    assert HARMLESS.replace("\t", " ") in harmless(terminal)
 
 
 def test_streamed_text_is_escaped_and_keeps_its_tabs(terminal: io.StringIO) -> None:
@@ -157,7 +161,9 @@ def test_a_bar_shows_count_and_unit_and_is_escaped(terminal: io.StringIO) -> Non
     with console.progress("training \x1b]0;owned\x07", total=1000) as advance:
         advance(1000)
     text = terminal.getvalue()
-    assert "\x1b]0;" not in text and "\\x1b]0;owned\\x07" in text and "1,000/1,000 tokens" in text
+    assert "\x1b]0;" not in text
+    assert "\\x1b]0;owned\\x07" in text
+    assert "1,000/1,000 tokens" in text
 
 
 class Terminal:
@@ -254,7 +260,9 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
             advance(1)
     shown = capsys.readouterr()
     lines = shown.err.splitlines()
-    assert not shown.out and len(lines) == 8 and all("distilling" in line for line in lines[:6])
+    assert not shown.out
+    assert len(lines) == 8
+    assert all("distilling" in line for line in lines[:6])
     assert all(part in lines[0] for part in ("700/7,000", "70/s", "0:01:30"))
     assert all(part in lines[7] for part in ("decoding", "20/40 answers", "0:00:20"))
     console.configure(quiet=True)
@@ -268,23 +276,24 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
 def test_a_plain_terminal_gets_no_control_sequences(settings: dict[str, str]) -> None:
     assert "\x1b" in Terminal(EVERYTHING).until()
     text = Terminal(EVERYTHING, **settings).until()
-    assert "\x1b" not in text and "drafted" in text and "title" in text
+    assert "\x1b" not in text
+    assert "drafted" in text
+    assert "title" in text
 
 
 def test_messages_of_libraries_are_escaped_and_brief() -> None:
     text = Terminal(LIBRARIES).until()
-    assert "\x1b]0;" not in text and text.count("\\x1b]0;owned\\x07") >= 3
+    assert "\x1b]0;" not in text
+    assert text.count("\\x1b]0;owned\\x07") >= 3
     console.configure()
     report = "the tensor x is missing\n" * 45 + "x" * 100_000
     logged = logging.getLogRecordFactory()(
         "x", logging.WARNING, "x.py", 1, report, (), None
     ).getMessage()
     for text in (logged, warnings.formatwarning(report, UserWarning, "x.py", 1)):
-        assert (
-            "the tensor x is missing" in text
-            and len(text.splitlines()) == 5
-            and len(text) <= LONGEST + 1
-        )
+        assert "the tensor x is missing" in text
+        assert len(text.splitlines()) == 5
+        assert len(text) <= LONGEST + 1
 
 
 @pytest.mark.parametrize(
@@ -296,4 +305,5 @@ def test_sigterm_leaves_the_terminal_as_it_was(code: str, restored: str) -> None
     seen.process.send_signal(signal.SIGTERM)
     after = seen.until()[len(before) :]
     assert seen.process.wait(30) == TERMINATED == 143
-    assert restored in after and "Traceback" not in after
+    assert restored in after
+    assert "Traceback" not in after

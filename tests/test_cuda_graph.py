@@ -96,7 +96,8 @@ def test_graph_steps_give_the_tokens_of_ordinary_ones(
     decoder = decoder_of(backbone, Oracle(expected, 0.6), SPARSE, cuda_graphs=True)
     steps = list(answer(decoder, PROMPT, max_new_tokens=40, stop_ids=(), sampling=sampling))
     assert tokens_of(steps) == expected
-    assert graphs.runs == len(steps) - 1 and sum(step.accepted for step in steps) > 5
+    assert graphs.runs == len(steps) - 1
+    assert sum(step.accepted for step in steps) > 5
 
 
 SHALLOW = SPARSE.truncate(3)  # as deep as drafters have heads
@@ -119,10 +120,10 @@ def test_trees_of_every_policy_run_in_the_same_graphs(policy: str, graphs: Stand
     decoder = Decoder(backbone, medusa_drafter(backbone), policies[policy], cuda_graphs=True)
     captured = graphs.captured
     steps = list(answer(decoder, prompt, max_new_tokens=60, stop_ids=()))
-    assert tokens_of(steps) == expected and graphs.runs == len(steps) - 1
-    assert len(
-        {(step.nodes, step.looked_up) for step in steps}
-    ) > 1 and graphs.captured == captured == 2 * len(cuda_graph.ROWS)
+    assert tokens_of(steps) == expected
+    assert graphs.runs == len(steps) - 1
+    assert len({(step.nodes, step.looked_up) for step in steps}) > 1
+    assert graphs.captured == captured == 2 * len(cuda_graph.ROWS)
 
 
 @pytest.mark.slow
@@ -148,7 +149,8 @@ def test_few_graphs_serve_sequences_of_all_sampling_and_trees_side_by_side(
     expected = [tokens_of(steps) for steps in steps_of(decoder_of(backbone), requests)]
     for _ in range(2):  # slots hold prefixes the second time
         assert [tokens_of(steps) for steps in steps_of(decoder, requests)] == expected
-    assert graphs.captured == before and graphs.runs > 20
+    assert graphs.captured == before
+    assert graphs.runs > 20
 
 
 DYNAMIC = DynamicTree(12, 3, (0.5,), width=6)
@@ -201,8 +203,10 @@ def test_graphs_draft_what_drafters_draft(
             [(s.number, tuple(step.tokens), step.path) for s, step in decoder.run(requests)]
         )
         assert graphs.captured == before
-    assert steps[0] == steps[1] and graphs.runs > 20
-    assert len(drafts[0]) > 50 and drafts[0] <= drafts[1]
+    assert steps[0] == steps[1]
+    assert graphs.runs > 20
+    assert len(drafts[0]) > 50
+    assert drafts[0] <= drafts[1]
 
 
 def test_drafter_reads_at_once_what_a_graph_has_no_room_for(
@@ -232,7 +236,8 @@ def test_states_of_a_step_outlive_the_graphs_next_run(graphs: StandIn) -> None:
     hidden = sequence.unread[-1].hidden
     before = hidden.clone()
     decoder.step()
-    assert graphs.runs == 2 and torch.equal(hidden, before)
+    assert graphs.runs == 2
+    assert torch.equal(hidden, before)
 
 
 @pytest.mark.slow
@@ -261,7 +266,9 @@ def test_failed_graph_is_given_up_and_the_step_runs_as_usual(graphs: StandIn, ca
     with caplog.at_level(logging.WARNING):
         assert tokens + tokens_of(steps) == expected
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert graphs.runs == runs and len(warnings) == 1 and "\n" not in warnings[0]
+    assert graphs.runs == runs
+    assert len(warnings) == 1
+    assert "\n" not in warnings[0]
     assert backbone.engine.captures is False
 
 
@@ -291,7 +298,8 @@ def test_typical_acceptance_processors_and_firp_run_without_graphs(graphs: Stand
         == 5
     )
     rides = decoder_of(backbone, drafter_of(backbone, "firp"), SPARSE, cuda_graphs=True)
-    assert not graphs.runs and rides.cuda_graphs is None
+    assert not graphs.runs
+    assert rides.cuda_graphs is None
 
 
 @pytest.mark.quick("sampling0", "sampling2")

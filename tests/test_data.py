@@ -78,11 +78,13 @@ def bf16_backbone(engine: str) -> Backbone:
 
 
 def test_ids_of_records_are_kept_unless_they_are_none() -> None:
-    assert id_of({"id": 0}) == "0" and id_of({"id": "a", "prompt_id": "b"}) == "a"
+    assert id_of({"id": 0}) == "0"
+    assert id_of({"id": "a", "prompt_id": "b"}) == "a"
     for missing in (None, "", False):
         assert id_of({"id": missing, "prompt_id": "b"}) == "b"
         first, second = (id_of({"id": missing, "messages": text}) for text in ("x", "y"))
-        assert first != second and len(first) == len(second) == 16
+        assert first != second
+        assert len(first) == len(second) == 16
 
 
 def test_spans_are_answers_with_their_end_token(backbone: Backbone) -> None:
@@ -120,7 +122,8 @@ def test_states_are_those_that_emit_each_answer_token(run: Run, backbone: Backbo
     )
     seen.clear()
     again = load_dataset(run, backbone, show=lambda *progress: seen.append(progress))
-    assert torch.equal(again.states, dataset.states) and not seen  # the cached file was used
+    assert torch.equal(again.states, dataset.states)
+    assert not seen
 
 
 def test_killed_prefill_resumes_with_whole_conversations(run: Run, backbone: Backbone) -> None:
@@ -148,7 +151,8 @@ def test_killed_prefill_resumes_with_whole_conversations(run: Run, backbone: Bac
         out.write(b"more than there are rows")
     again: list[int] = []
     dataset = load_dataset(run, backbone, show=lambda name, done, total: again.append(done))
-    assert torch.equal(dataset.states, whole) and len(again) == 40 - 7 + 1
+    assert torch.equal(dataset.states, whole)
+    assert len(again) == 40 - 7 + 1
     assert list((run.path / "cache").iterdir()) == [cached]
 
 
@@ -275,7 +279,8 @@ def test_bad_records_are_counted_and_bad_files_refused(run: Run, backbone: Backb
     ]
     run.distill_path.write_text("\n".join(lines))
     report = load_dataset(run, backbone).report
-    assert report.read == 2 and sum(report.skipped.values()) == len(report.skipped) == 5
+    assert report.read == 2
+    assert sum(report.skipped.values()) == len(report.skipped) == 5
     run.distill_path.write_text("[" + good + ", " + json.dumps(conversation(2)) + ", " + good[:20])
     report = load_dataset(run, backbone).report
     assert (report.read, report.skipped) == (2, {"cut off": 1})
@@ -315,11 +320,12 @@ def test_rows_of_specforge_and_speculators_are_read(tmp_path: Path, backbone: Ba
     ]
     read, report = read_conversations(write_lines(tmp_path / "rows.jsonl", rows), backbone)
     known = {item.id: item for item in read}
-    assert (
-        set(known) == {"specforge", "parts", "masked", "all"} and sum(report.skipped.values()) == 4
-    )
-    assert known["specforge"].tokens == known["parts"].tokens and len(known["parts"].spans) == 1
-    assert known["masked"].tokens == [9, 8, 7, 6, 5, 4] and known["masked"].spans == [
+    assert set(known) == {"specforge", "parts", "masked", "all"}
+    assert sum(report.skipped.values()) == 4
+    assert known["specforge"].tokens == known["parts"].tokens
+    assert len(known["parts"].spans) == 1
+    assert known["masked"].tokens == [9, 8, 7, 6, 5, 4]
+    assert known["masked"].spans == [
         (2, 4),
         (5, 6),
     ]
@@ -356,7 +362,9 @@ def test_conversations_go_out_as_rows_and_come_back(
 def test_split_is_by_conversation_and_stable(run: Run, backbone: Backbone) -> None:
     dataset = load_dataset(run, backbone, fraction=0.2)
     ids, trained = {a.id for a in dataset.held_out}, {a.id for a in dataset.train}
-    assert ids and trained and not ids & trained
+    assert ids
+    assert trained
+    assert not ids & trained
     write_lines(run.distill_path, [conversation(n) for n in range(80)])
     more = load_dataset(run, backbone, fraction=0.2)
     assert {a.id for a in more.held_out} & (ids | trained) == ids
@@ -369,7 +377,8 @@ def test_split_is_by_conversation_and_stable(run: Run, backbone: Backbone) -> No
 def test_generations_of_a_conversation_stay_together() -> None:
     ids = [f"conv-{number}_gen{turn}" for number in range(40) for turn in range(3)]
     out = held_out_ids(ids, 0.2)
-    assert out and len({id.partition("_gen")[0] for id in out}) * 3 == len(out)
+    assert out
+    assert len({id.partition("_gen")[0] for id in out}) * 3 == len(out)
 
 
 def test_parts_of_a_conversation_stay_together() -> None:
@@ -431,7 +440,8 @@ def test_conversations_without_an_answer_to_learn_from_are_counted(
     ]  # fmt: skip
     read, report = read_conversations(write_lines(tmp_path / "a.jsonl", rows), backbone)
     data = split_conversations(read, report, fraction=0.0)
-    assert report.read == len(data.train) and report.read + sum(report.skipped.values()) == 4
+    assert report.read == len(data.train)
+    assert report.read + sum(report.skipped.values()) == 4
     assert report.read == 2
 
 
@@ -442,7 +452,8 @@ def test_schedule_is_the_same_for_a_seed_and_bounded() -> None:
         given = {"limit": 14, "epochs": 2, "seed": 0, "max_positions": None, **changes}
         return [[item.id for item in batch] for batch in dataset.schedule(**given)]
 
-    assert ids() == ids() != ids(seed=1) and len(ids()) == 12
+    assert ids() == ids() != ids(seed=1)
+    assert len(ids()) == 12
     assert sorted(sum(ids()[:6], [])) == sorted(item.id for item in dataset.train)
     assert ids(max_positions=30) == ids()[:3]
 
@@ -456,9 +467,8 @@ def test_frequent_tokens_stand_in_most_answers() -> None:
         3,
         5,
     ]
-    assert (
-        coverage(ids, answers) == pytest.approx(6 / 10) and coverage(torch.arange(64), answers) == 1
-    )
+    assert coverage(ids, answers) == pytest.approx(6 / 10)
+    assert coverage(torch.arange(64), answers) == 1
 
 
 def test_conversation_ends_at_the_model_s_context() -> None:

@@ -103,7 +103,8 @@ def test_greedy_is_token_identical(family: str) -> None:
 def test_max_new_tokens_is_exact(limit: int) -> None:
     backbone = tiny_backbone()
     tokens = tokens_of(drafted(backbone, Oracle(plain(backbone, 60), 1.0), TREES["dense"], limit))
-    assert tokens == plain(backbone, limit) and len(tokens) == limit
+    assert tokens == plain(backbone, limit)
+    assert len(tokens) == limit
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
@@ -154,7 +155,8 @@ def test_cache_is_no_larger_than_the_context_needs(
     steps = drafted(backbone, medusa_drafter(backbone) if drafts else None, SPARSE, 1_000_000)
     assert len(tokens_of(steps)) == 300 - len(PROMPT)
     # Capacities double.
-    assert len(caches) == 1 and 300 <= caches[0].capacity < 2 * (300 + SPARSE.size)
+    assert len(caches) == 1
+    assert 300 <= caches[0].capacity < 2 * (300 + SPARSE.size)
 
 
 def test_prompts_and_limits_are_checked() -> None:
@@ -181,7 +183,8 @@ def test_one_backbone_pass_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes.clear()
     together(backbone, medusa_drafter(backbone), SPARSE, PROMPTS[:3], batch_size=3)
     verified = [shape for shape in shapes if shape[1] == SPARSE.size]
-    assert verified[0] == (3, SPARSE.size) and len(shapes) == 3 + len(verified)
+    assert verified[0] == (3, SPARSE.size)
+    assert len(shapes) == 3 + len(verified)
 
 
 @pytest.mark.slow
@@ -239,7 +242,8 @@ def test_plain_batches_of_any_size() -> None:
     expected = [alone(backbone, prompt) for prompt in PROMPTS]
     for size in (1, 2, 6, 20):
         tokens, steps = together(backbone, None, None, batch_size=size)
-        assert tokens == expected and all(step.nodes == 1 for own in steps for step in own)
+        assert tokens == expected
+        assert all(step.nodes == 1 for own in steps for step in own)
 
 
 @pytest.mark.quick("plain-exact-eager")
@@ -297,7 +301,8 @@ def test_cancelled_row_leaves_the_others_as_they_were(
     assert not decoder.free_slots
     first.cancel()
     cancelled = list(answers[0])
-    assert decoder.free_slots == 1 and first.done
+    assert decoder.free_slots == 1
+    assert first.done
     step()
     admit(3)  # takes the free slot
     first.cancel()  # has no effect any more
@@ -309,7 +314,9 @@ def test_cancelled_row_leaves_the_others_as_they_were(
             generate(backbone, drafter, tree, PROMPTS[number], sampling=sampling, **limits)
         )
         assert answers[number] == (whole if number else whole[: len(cancelled)]), number
-    assert answers[0] == cancelled and len(cancelled) < 30 and decoder.step() == []
+    assert answers[0] == cancelled
+    assert len(cancelled) < 30
+    assert decoder.step() == []
 
 
 @pytest.mark.quick("eagle-draft-native")
@@ -331,9 +338,9 @@ def test_pieces_of_a_prompt_let_others_take_steps(
     for sequence, first in decoder.prefill(Request(long, 20, stop_ids=()), 2):
         pieces += 1
         if first is None:
-            assert (
-                not sequence.done and sequence not in decoder.sequences and decoder.free_slots <= 1
-            )
+            assert not sequence.done
+            assert sequence not in decoder.sequences
+            assert decoder.free_slots <= 1
             for other, step in decoder.step():
                 answers[other.number] += step.tokens
         else:
@@ -404,9 +411,8 @@ def test_interrupted_step_ends_its_answers_and_leaves_a_right_prefix(
         )
         with pytest.raises(KeyboardInterrupt):
             decoder.step()
-    assert [sequence.finish_reason for sequence in sequences] == [
-        "cancelled"
-    ] * 2 and decoder.step() == []
+    assert [sequence.finish_reason for sequence in sequences] == ["cancelled"] * 2
+    assert decoder.step() == []
     assert tokens_of(answer(decoder, PROMPT, max_new_tokens=20, stop_ids=())) == expected
 
 
@@ -468,4 +474,5 @@ def test_a_drafter_reads_the_end_of_a_long_prompt(
             tokens += [token for _, step in decoder.step() for token in step.tokens]
         assert tokens == alone(backbone, prompt, 12)
         assert sequence.reused in (reused, reused - 1)
-        assert read[0][1] == len(prompt) and read[0][1] - read[0][0] <= max(6, CATCH_UP_TOKENS)
+        assert read[0][1] == len(prompt)
+        assert read[0][1] - read[0][0] <= max(6, CATCH_UP_TOKENS)

@@ -176,9 +176,12 @@ def test_captured_steps_wait_once_for_the_device(
     )
     assert decoder.drafter.packed("matrices") is decoder.drafter.matrices  # weights are held once
     tokens, records = steps_of(decoder, device)
-    assert tokens == expected and records and decoder.cuda_graphs.count
+    assert tokens == expected
+    assert records
+    assert decoder.cuda_graphs.count
     for launches, waits in records:
-        assert len(waits) == 1 and launches <= LAUNCHES, (waits, launches)
+        assert len(waits) == 1, (waits, launches)
+        assert launches <= LAUNCHES, (waits, launches)
 
 
 def kernels_of(
@@ -228,7 +231,8 @@ def test_captured_steps_have_few_kernels(rows: int, tree_kernels: bool, device: 
     )
     layer = (deep - shallow) // 2
     of_layer, *besides = KERNELS[rows]
-    assert layer <= of_layer and shallow - 2 * layer <= besides[tree_kernels]
+    assert layer <= of_layer
+    assert shallow - 2 * layer <= besides[tree_kernels]
 
 
 @pytest.mark.quick("hydra++-prompt-True")
@@ -253,7 +257,8 @@ def test_steps_without_graphs_keep_to_the_device(
             backbone, drafter_on(device, kind), POLICIES[policy](), slots=2, cuda_graphs=False
         )
         tokens, records = steps_of(decoder, device)
-        assert tokens == expected and all(len(waits) <= 14 for _, waits in records)
+        assert tokens == expected
+        assert all(len(waits) <= 14 for _, waits in records)
 
 
 @pytest.mark.quick("beside the graph")
@@ -420,7 +425,9 @@ def test_prompts_run_in_packs_and_change_no_answer(
     device.reset()
     ours = answers(backbone, SEEDS, rules)
     turns = sum(len(outcome.conversation.spans) for outcome in ours.values())
-    assert sum(sizes) == turns and max(sizes) == 4 and len(sizes) <= turns // 2
+    assert sum(sizes) == turns
+    assert max(sizes) == 4
+    assert len(sizes) <= turns // 2
     # Each conversation's states are read once.
     assert len([wait for wait in device.waits if "_to_copy" in wait]) >= len(SEEDS)
     for id, outcome in expected.items():
@@ -440,7 +447,9 @@ def test_prompts_in_a_pack_wait_once_and_start_a_share_of_the_kernels(
             decoder.admit_all(requests[first : first + size], [0] * size)
         counts.append((len(device.kernels), len(device.waits)))
     [(alone, waits), (together, pack_waits)] = counts
-    assert waits == 4 and pack_waits == 1 and 3 * together < alone
+    assert waits == 4
+    assert pack_waits == 1
+    assert 3 * together < alone
 
 
 @pytest.mark.slow

@@ -142,7 +142,8 @@ def test_too_long_and_refused_prompts_cost_nothing_else() -> None:
     }
     assert [id for id, outcome in outcomes.items() if outcome.conversation] == ["s0", "s1"]
     assert [id for id, outcome in outcomes.items() if outcome.failure] == ["system", "half"]
-    assert outcomes["long"] == Outcome("long") and "no system role" in outcomes["system"].failure
+    assert outcomes["long"] == Outcome("long")
+    assert "no system role" in outcomes["system"].failure
 
 
 def test_turns_follow_where_the_template_adds_a_blank_that_decoding_drops() -> None:
@@ -179,11 +180,13 @@ def test_batch_of_the_papers_recipe_fits_the_memory(monkeypatch: pytest.MonkeyPa
 
     # Keys and values of 4,096 positions in bf16: 2.1 GB, 137 GB for 64.
     slot = 2 * 32 * 4096 * 4096 * 2
-    assert 16 <= size(64, 4096) < 64 and size(64, 4096) * slot < 64 * 10**9
+    assert 16 <= size(64, 4096) < 64
+    assert size(64, 4096) * slot < 64 * 10**9
     assert (size(1, 4096), size(64, 128), size(64, 128, device="cpu")) == (1, 256, 64)
     for device in ("cuda", "cpu"):
         few, many = (size(30, 4096, taps, device, num_key_value_heads=8) for taps in (0, 3))
-        assert few > 30 and few > many
+        assert few > 30
+        assert few > many
 
 
 @pytest.mark.slow
@@ -240,7 +243,10 @@ def test_more_samples_contain_the_fewer_ones() -> None:
         {item.id for item in in_order(SEEDS, number, size, 5 + size % 2)}
         for number, size in ((0, 4), (0, 1), (1, 4))
     )
-    assert few < more and len(few) == 5 and len(more) == 6 and few != other
+    assert few < more
+    assert len(few) == 5
+    assert len(more) == 6
+    assert few != other
     assert {item.id for item in in_order(SEEDS, 0, 4)} == {item.id for item in SEEDS}
 
 
@@ -273,12 +279,10 @@ def test_seeds_are_read_from_every_form(tmp_path: Path) -> None:
         f"{json.dumps(share)}\n\n{json.dumps(chat)}\n",
     ):
         seeds, report = read_seeds(write(tmp_path / "a.json", text))
-        assert (
-            seeds[0] == seed("a", ["q"])
-            and seeds[1].system == "s"
-            and seeds[1].turns == ["q"]
-            and report.read == 2
-        )
+        assert seeds[0] == seed("a", ["q"])
+        assert seeds[1].system == "s"
+        assert seeds[1].turns == ["q"]
+        assert report.read == 2
 
 
 def message(role: str, content: str) -> dict[str, str]:
@@ -300,10 +304,12 @@ def test_a_system_prompt_beside_the_messages_comes_first(
     path = Path(write(tmp_path / "a.jsonl", json.dumps(record)))
     opening = message("system", "w40 w41")
     (seed,), report = read_seeds(str(path))
-    assert seed.messages == [opening, TALK[0]] and not report.unread
+    assert seed.messages == [opening, TALK[0]]
+    assert not report.unread
     backbone = tiny_backbone()
     (trained,), report = read_conversations(path, backbone)
-    assert trained.messages == [opening, *TALK] and not report.unread
+    assert trained.messages == [opening, *TALK]
+    assert not report.unread
     asked = answers(backbone, [seed], settings())["a"].conversation
     assert asked.messages[:2] == trained.messages[:2]
     start = trained.spans[0][0]
@@ -369,7 +375,8 @@ def test_a_template_that_refuses_a_later_system_message_fails_the_conversation()
     talk = [message("user", "w1"), message("system", "w41"), message("user", "w2")]
     seed = seed_of({"id": "a", "messages": talk}, ReadReport())
     (outcome,) = answer_locally(backbone, [seed], settings())
-    assert outcome.conversation is None and "only first" in str(outcome.failure)
+    assert outcome.conversation is None
+    assert "only first" in str(outcome.failure)
 
 
 def test_keys_with_words_that_are_not_used_are_told(tmp_path: Path) -> None:
@@ -400,7 +407,8 @@ def test_large_array_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.Monke
         for i in range(1, 6)
     ]
     seeds, report = read_seeds(write(tmp_path / "a.json", json.dumps(records)))
-    assert [read.id for read in seeds] == [f"s{i}" for i in range(1, 6)] and not report.skipped
+    assert [read.id for read in seeds] == [f"s{i}" for i in range(1, 6)]
+    assert not report.skipped
 
 
 def test_malformed_records_are_counted_and_skipped(tmp_path: Path) -> None:
@@ -410,7 +418,8 @@ def test_malformed_records_are_counted_and_skipped(tmp_path: Path) -> None:
         [good, odd, {"id": "c"}, {"id": "d", "conversations": [{"from": "gpt", "value": "r"}]}]
     )
     seeds, report = read_seeds(write(tmp_path / "a.json", text[:-1] + ', {"id": "e", "conv'))
-    assert [read.id for read in seeds] == ["a"] and report.skipped["cut off"] == 1
+    assert [read.id for read in seeds] == ["a"]
+    assert report.skipped["cut off"] == 1
     assert sum(report.skipped.values()) == 4
     rows = [{"id": name, "messages": [{"role": "user", "content": text}]} for name, text in
             (("a", "w1"), ("b", "w1 \ud83d"), ("c\udc00", "w1"), ("d", "\U0001f600"))]  # fmt: skip
@@ -492,10 +501,12 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_code_seeds_are_the_same_for_a_seed_and_hold_no_source_twice(sources: Path) -> None:
     seeds = code_seeds(0)
-    assert seeds == code_seeds(0) == read_seeds("code")[0] and seeds != code_seeds(1)
+    assert seeds == code_seeds(0) == read_seeds("code")[0]
+    assert seeds != code_seeds(1)
     assert len(seeds) == len({seed.id.rpartition("-")[2] for seed in seeds}) == 40
     assert {seed.id.split("-")[1] for seed in seeds} == set(KINDS)
-    assert code_seeds(0, 7) == seeds[:7] and read_seeds("code", 0, 7)[0] == seeds[:7]
+    assert code_seeds(0, 7) == seeds[:7]
+    assert read_seeds("code", 0, 7)[0] == seeds[:7]
     assert not any("of_a_test" in seed.turns[0] for seed in seeds)
 
 
@@ -511,7 +522,8 @@ def test_prompts_about_one_file_are_held_out_together(sources: Path) -> None:
         number = re.findall(r"(?:total|product)_(\d+)", seed.turns[0])[0]
         sides.setdefault(number, set()).add(seed.id in held_out)
     del sides["0"]
-    assert len(seeds) == 79 and held_out
+    assert len(seeds) == 79
+    assert held_out
     assert all(len(own) == 1 for own in sides.values())
 
 
@@ -530,7 +542,8 @@ def test_a_repair_prompt_has_one_fault_and_its_traceback_points_at_it(sources: P
             for pair in zip(code.splitlines(), original.splitlines(), strict=True)
             if pair[0] != pair[1]
         ]
-        assert len(changed) == 1 and "#" not in changed[0][0]
+        assert len(changed) == 1
+        assert "#" not in changed[0][0]
         if "Traceback" in prompt:
             assert f"    {changed[0][0].strip()}\nNameError" in prompt
 
@@ -541,15 +554,15 @@ def test_fill_in_the_middle_takes_the_tokenizers_tokens_and_needs_them(sources: 
 
     seeds = code_seeds(0)
     raw = [seed for seed in seeds if seed.raw]
-    assert raw and with_fim_tokens(seeds, vocabulary("w1")) == [
-        seed for seed in seeds if not seed.raw
-    ]
+    assert raw
+    assert with_fim_tokens(seeds, vocabulary("w1")) == [seed for seed in seeds if not seed.raw]
     assert fim_tokens(vocabulary(*FIM[0])) == FIM[0]
     for before, after in zip(
         raw, [s for s in with_fim_tokens(seeds, vocabulary(*FIM[1])) if s.raw], strict=True
     ):
         prefix, rest = after.turns[0].removeprefix(FIM[1][0]).split(FIM[1][1])
-        assert before.turns[0].startswith(FIM[0][0] + prefix) and rest.endswith(FIM[1][2])
+        assert before.turns[0].startswith(FIM[0][0] + prefix)
+        assert rest.endswith(FIM[1][2])
         original = next(
             path.read_text()
             for path in sources.rglob("m*.py")
@@ -562,8 +575,10 @@ def test_a_raw_prompt_is_asked_without_the_chat_template() -> None:
     backbone = tiny_backbone()
     raw = seed("fim", ["w1 w2 w3", "w4"], raw=True)
     conversation = answers(backbone, [raw], settings())["fim"].conversation
-    assert conversation.tokens[:3] == backbone.tokenizer.encode("w1 w2 w3") and conversation.raw
-    assert len(conversation.spans) == 1 and conversation.spans[0][0] == 3
+    assert conversation.tokens[:3] == backbone.tokenizer.encode("w1 w2 w3")
+    assert conversation.raw
+    assert len(conversation.spans) == 1
+    assert conversation.spans[0][0] == 3
     assert json.loads(conversation.to_json())["raw"] is True
     assert "raw" not in json.loads(replace(conversation, raw=None).to_json())
 
@@ -694,7 +709,8 @@ def test_last_line_that_lacks_its_line_break_alone_is_kept(run: Run) -> None:
     ]
     run.distill_path.write_text("".join(lines).rstrip())
     with closing(Records(run, 4, {"seed": "x", "settings": {}})) as records:
-        assert records.done == {"a", "b"} and run.distill_path.read_text() == "".join(lines)
+        assert records.done == {"a", "b"}
+        assert run.distill_path.read_text() == "".join(lines)
 
 
 @pytest.mark.slow
@@ -722,7 +738,8 @@ def test_a_distillation_goes_on_without_its_deleted_states(run: Run) -> None:
     run.states_path.unlink()
     distilled(run, SEEDS[4:])
     dataset = load_dataset(run, tiny_backbone())
-    assert dataset.report.read == len(SEEDS) and dataset.states is not None
+    assert dataset.report.read == len(SEEDS)
+    assert dataset.states is not None
 
 
 def test_a_seed_whose_name_contains_the_separator_stands_once_in_the_header(run: Run) -> None:
@@ -838,13 +855,12 @@ def test_duplicates_and_short_answers_are_left_out(words: list[str], tmp_path: P
     ]
     words += ["--seed", str(write_lines(tmp_path / "more.jsonl", seeds)), "--max-new-tokens", "40"]
     first = medusa_json(*words, "distill.min_answer_tokens=40")
-    assert (
-        first["duplicates"] == 3
-        and first["conversations"] + first["dropped"] == 9
-        and first["dropped"] > 0
-    )
+    assert first["duplicates"] == 3
+    assert first["conversations"] + first["dropped"] == 9
+    assert first["dropped"] > 0
     rest = medusa_json(*words)
-    assert rest["conversations"] == 9 and rest["dropped"] == 0
+    assert rest["conversations"] == 9
+    assert rest["dropped"] == 0
     assert medusa_json(*words, "distill.dedup=false")["conversations"] == 12
 
 
@@ -897,7 +913,8 @@ def test_context_without_room_for_an_answer_is_named(
     words: list[str], flags: list[str], code: int
 ) -> None:
     result = medusa(*words, *flags, exit_code=code)
-    assert "distill.context" in result.stderr and not result.stdout
+    assert "distill.context" in result.stderr
+    assert not result.stdout
 
 
 @pytest.mark.slow
@@ -941,7 +958,8 @@ def test_estimate_of_all_tokens_falls_steadily_and_ends_at_what_was_made() -> No
         for _ in range(running.count(0)):
             shown.end()
         running = [left for left in running if left]
-    assert totals[0] == 60 * 40 and totals[-1] == shown.tokens == sum(lengths)
+    assert totals[0] == 60 * 40
+    assert totals[-1] == shown.tokens == sum(lengths)
     assert all(after < 1.05 * before for before, after in itertools.pairwise(totals))
     assert all(sum(lengths) <= total < 1.5 * sum(lengths) for total in totals[len(totals) // 3 :])
 

@@ -73,7 +73,8 @@ def losses(run: Path) -> list[dict]:
 
 def assert_equal_losses(split: Path, whole: Path) -> None:
     ours, theirs = losses(split), losses(whole)
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs] and len(ours) > 3
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    assert len(ours) > 3
     for line, expected in zip(ours, theirs, strict=True):
         for key in {"loss", "accuracies", "grad_norm", "positions"} & set(line):
             assert line[key] == pytest.approx(expected[key], rel=1e-4), key
@@ -107,7 +108,8 @@ def test_two_processes_equal_one(tmp_path: Path, words: list[str]) -> None:
         {path.name: path.read_bytes() for path in (tmp_path / name / "cache").glob("*")}
         for name in ("one", "two")
     ]
-    assert kept[0] == kept[1] and len(kept[0]) == ("--stage" not in words)
+    assert kept[0] == kept[1]
+    assert len(kept[0]) == ("--stage" not in words)
 
 
 @pytest.fixture
@@ -140,7 +142,8 @@ def test_processes_talk_where_the_asked_device_is(
     joined: dict[str, Any], device: str, backend: str | None, name: str, place: str
 ) -> None:
     assert Distributed.join(device, backend).device(device) == place
-    assert joined["name"] == name and joined.get("device") == (1 if place == "cuda:1" else None)
+    assert joined["name"] == name
+    assert joined.get("device") == (1 if place == "cuda:1" else None)
     assert joined["timeout"] > timedelta(days=1)  # a first pass over real data takes hours
 
 
@@ -182,7 +185,8 @@ def test_split_training_equals_whole_training(
     assert load_drafter(split / "drafter", backbone).num_heads >= 1
     if adapter is not None:
         ours, theirs = (load_file(run / "adapter" / lora.WEIGHTS) for run in (split, whole))
-        assert set(ours) == set(theirs) and any("layers.1" in name for name in ours)
+        assert set(ours) == set(theirs)
+        assert any("layers.1" in name for name in ours)
         assert all(torch.allclose(weight, theirs[name], atol=1e-4) for name, weight in ours.items())
     for path in (whole / "drafter").glob("*.safetensors"):
         ours, theirs = load_file(split / "drafter" / path.name), load_file(path)
@@ -239,7 +243,8 @@ def computed(
     if split:
         split_layers(network, "cpu")
         parts = [weight for weight in network.parameters() if isinstance(weight, DTensor)]
-        assert parts and 2 * sum(part.to_local().numel() for part in parts) == sum(
+        assert parts
+        assert 2 * sum(part.to_local().numel() for part in parts) == sum(
             part.numel() for part in parts
         )
         for layer in (network.get_input_embeddings(), network.get_output_embeddings()):
@@ -288,7 +293,8 @@ def test_heads_without_a_target_still_run_backward() -> None:
     # No token of the draft vocabulary.
     item = Conversation("c", tokens=[5, 6, 9, 10, 11, 12], spans=[(3, 6)])
     loss = drafter_loss(drafter, backbone, batch_of(backbone, drafter, [item]), TrainRecipe()).total
-    assert float(loss.detach()) == 0 and loss.requires_grad
+    assert float(loss.detach()) == 0
+    assert loss.requires_grad
     loss.backward()
     assert not any(weight.grad.any() for weight in drafter.parameters() if weight.requires_grad)
 

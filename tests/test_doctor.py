@@ -99,11 +99,9 @@ def write_log(
 
 def look(case: Case, name: str) -> Finding:
     finding = examine(case, name)
-    assert (
-        finding.name == name
-        and finding.text
-        and (finding.remedy == "") == (finding.status == "pass")
-    )
+    assert finding.name == name
+    assert finding.text
+    assert (finding.remedy == "") == (finding.status == "pass")
     return finding
 
 
@@ -121,9 +119,8 @@ def test_a_missing_part_is_unknown_and_its_command_is_named(name: str, tmp_path:
     calibrated = dict.fromkeys(("calibration", "acceptance"), "calibrate")
     trained = dict.fromkeys(("backbone", "first level", "over-fitting", "training length"), "train")
     command = {**calibrated, **trained, "tree": "tree"}.get(name, "distill")
-    assert finding.status == "unknown" and finding.remedy.startswith(
-        f"medusa {command} --run empty"
-    )
+    assert finding.status == "unknown"
+    assert finding.remedy.startswith(f"medusa {command} --run empty")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +135,8 @@ def test_a_missing_part_is_unknown_and_its_command_is_named(name: str, tmp_path:
 def test_damaged_parts_are_unknown_and_name_their_file(case: Case, path: str, name: str) -> None:
     (case.run.path / path).write_text("{")
     finding = look(case, name)
-    assert finding.status == "unknown" and path in finding.text
+    assert finding.status == "unknown"
+    assert path in finding.text
 
 
 @pytest.mark.parametrize(
@@ -158,7 +156,8 @@ def test_another_model_than_the_drafter_was_trained_on_is_found(
         lambda config: change(config["provenance"]["backbone"]),
     )
     finding = look(case, "backbone")
-    assert finding.status == status and part in finding.text
+    assert finding.status == status
+    assert part in finding.text
 
 
 @pytest.mark.parametrize(("name", "command"), [("calibration", "calibrate"), ("tree", "tree")])
@@ -168,7 +167,8 @@ def test_a_part_of_an_earlier_drafter_is_found(case: Case, name: str, command: s
         lambda config: config["provenance"].update(created="2001-01-01"),
     )
     finding = look(case, name)
-    assert finding.status == "fail" and finding.remedy.startswith(f"medusa {command}")
+    assert finding.status == "fail"
+    assert finding.remedy.startswith(f"medusa {command}")
 
 
 def test_conversations_held_out_in_training_come_first(case: Case) -> None:
@@ -181,16 +181,19 @@ def test_conversations_held_out_in_training_come_first(case: Case) -> None:
     records, _ = read_conversations(case.run.distill_path, case.backbone)
     held_out = held_out_ids([record.id for record in records], 0.5)
     first = case.conversations[: len(held_out)]
-    assert {conversation.id for conversation in first} == held_out and 2 <= len(held_out) < 12
+    assert {conversation.id for conversation in first} == held_out
+    assert 2 <= len(held_out) < 12
 
 
 @pytest.mark.slow
 def test_text_that_the_model_would_not_write_is_found(case: Case) -> None:
     greedy = look(case, "own words")
-    assert greedy.status == "pass" and greedy.figures["greedy_agreement"] > 0.99
+    assert greedy.status == "pass"
+    assert greedy.figures["greedy_agreement"] > 0.99
     write_data(case.run, [own(case.backbone, number, temperature=1.0) for number in range(8)])
     sampled = look(case_of(case.run, case.backbone), "own words")
-    assert sampled.status == "pass" and sampled.figures["greedy_agreement"] < 0.95
+    assert sampled.status == "pass"
+    assert sampled.figures["greedy_agreement"] < 0.95
     chance = torch.Generator().manual_seed(0)
 
     def replace(record: dict[str, Any]) -> None:
@@ -201,7 +204,8 @@ def test_text_that_the_model_would_not_write_is_found(case: Case) -> None:
 
     change_data(case.run, replace)
     finding = look(case_of(case.run, case.backbone), "own words")
-    assert finding.status == "fail" and "distill" in finding.remedy
+    assert finding.status == "fail"
+    assert "distill" in finding.remedy
     assert finding.figures["logprob"] < finding.figures["expected_logprob"] - 1
 
 
@@ -237,9 +241,8 @@ def test_a_curve_that_still_falls_asks_for_more_positions(
 ) -> None:
     write_log(case.run, error=error, count=count)
     finding = look(case, "training length")
-    assert finding.status == status and ("train.max_tokens=20000" in finding.remedy) == (
-        status == "warn"
-    )
+    assert finding.status == status
+    assert ("train.max_tokens=20000" in finding.remedy) == (status == "warn")
 
 
 def test_remedy_of_over_fitting_asks_other_seeds_beside_the_same(case: Case) -> None:
@@ -269,7 +272,8 @@ def stats(steps: int, accepted: int) -> list[Stats]:
 def test_acceptance_below_the_expected_is_found(case: Case, accepted: int, status: str) -> None:
     case.__dict__["decoded"] = stats(40, accepted)
     finding = look(case, "acceptance")
-    assert finding.status == status and finding.figures["expected"] == pytest.approx(1.547)
+    assert finding.status == status
+    assert finding.figures["expected"] == pytest.approx(1.547)
     assert ("medusa calibrate" in finding.remedy) == (status != "pass")
     case.run.calibration_path.unlink()
     assert look(case, "acceptance").status == "unknown"
@@ -290,7 +294,8 @@ def test_the_command_examines_a_run_and_leaves_it_as_it_is(
         (finding["status"] for finding in document["findings"]), key=STATUSES.index
     )
     figures = {finding["name"]: finding["figures"] for finding in document["findings"]}
-    assert figures["acceptance"]["measured"] >= 1 and figures["acceptance"]["prompts"] == 8
+    assert figures["acceptance"]["measured"] >= 1
+    assert figures["acceptance"]["prompts"] == 8
     after = {
         path: (path.stat().st_mtime_ns, path.read_bytes())
         for path in sound.path.rglob("*")
@@ -316,8 +321,7 @@ def test_without_a_run_it_examines_what_ships(
     case = case_of(shipped, backbone, None)
     findings = {name: look(case, name) for name in ("backbone", "acceptance", "own words", "tree")}
     assert findings["acceptance"].figures["prompts"] == 4
-    assert (
-        findings["own words"].status == "unknown" and "--run mine" in findings["own words"].remedy
-    )
+    assert findings["own words"].status == "unknown"
+    assert "--run mine" in findings["own words"].remedy
     assert findings["backbone"].status == findings["tree"].status == "pass"
     medusa("doctor", "--dtype", "fp32", "--quick", "--model", sound.model)

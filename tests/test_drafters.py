@@ -211,11 +211,9 @@ def test_dynamic_trees_keep_budget_and_depth_and_hold_what_static_ones_hold(kind
     new = accepted(drafter, backbone, 1)
     for budget, depth in ((1, 3), (2, 1), (9, 1), (30, 3)):
         draft = drafted(drafter.fork(), backbone, new, DynamicTree(budget, depth))
-        assert (
-            draft.tree.size <= budget
-            and draft.tree.max_depth <= depth
-            and draft.tokens[0] == new.root
-        )
+        assert draft.tree.size <= budget
+        assert draft.tree.max_depth <= depth
+        assert draft.tokens[0] == new.root
         if draft.tree.max_depth:
             assert torch.equal(
                 drafted(drafter.fork(), backbone, new, draft.tree).tokens, draft.tokens
@@ -236,11 +234,9 @@ def test_loaded_drafters_draft_what_saved_ones_did(kind: str, tmp_path: Path) ->
     drafter = drafter_of(backbone, kind)
     save_drafter(drafter, tmp_path, provenance(backbone.identity))
     loaded = load_drafter(tmp_path, backbone)
-    assert (
-        type(loaded) is type(drafter)
-        and loaded.config == drafter.config
-        and loaded.taps == drafter.taps
-    )
+    assert type(loaded) is type(drafter)
+    assert loaded.config == drafter.config
+    assert loaded.taps == drafter.taps
     new = accepted(drafter, backbone, 4)
     ours, theirs = (drafted(each, backbone, new, TREE).tokens for each in (drafter, loaded))
     assert torch.equal(ours, theirs)
@@ -311,7 +307,8 @@ def test_autoregressive_heads_regress_to_the_models_states(kind: str) -> None:
         apart += 0.5**k * len(aim) / 9 * float(F.smooth_l1_loss(states, aim).detach())
     expected = loss(regress=0.0) + (3 * apart if drafter.regress is not None else 0.0)
     assert loss(regress=3.0) == pytest.approx(expected, rel=1e-5)
-    assert loss() == loss(regress=drafter.regress) and loss(stage=2) == loss(stage=2, regress=0.0)
+    assert loss() == loss(regress=drafter.regress)
+    assert loss(stage=2) == loss(stage=2, regress=0.0)
 
 
 @pytest.mark.quick("hydra-raw")
@@ -455,7 +452,11 @@ def test_the_training_time_test_is_one_pass_under_the_papers_mask(
             )
             own = sequence[learned[level]] == number
             wanted = drafter.norm(states)[learned[level][own] - int(rows[0])]
-            assert len(wanted) and torch.allclose(yielded[level][own], wanted, atol=1e-4), (
+            assert len(wanted), (
+                number,
+                level,
+            )
+            assert torch.allclose(yielded[level][own], wanted, atol=1e-4), (
                 number,
                 level,
             )
@@ -600,7 +601,8 @@ def test_each_drafter_answers_in_chat_what_the_model_does(place: Path, name: str
     plain = json.loads(medusa("chat", *words, "--baseline").stdout)
     for tree in ([], ["--tree", "dynamic"]):
         answer = json.loads(medusa("chat", *words, *tree).stdout)
-        assert answer["answer"] == plain["answer"] != "" and answer["acceptance_length"] >= 1
+        assert answer["answer"] == plain["answer"] != ""
+        assert answer["acceptance_length"] >= 1
 
 
 @pytest.mark.quick("firp")
@@ -615,9 +617,8 @@ def test_each_drafter_is_compared_as_it_is_calibrated(place: Path, name: str) ->
     calibrated = medusa_json(
         "calibrate", "--run", run, *words, "--top", "1", "--output", place / "c.json"
     )
-    assert row["kl"] == 0 and row["accuracies"] == pytest.approx(
-        sum(calibrated["accuracies"], []), abs=1e-6
-    )
+    assert row["kl"] == 0
+    assert row["accuracies"] == pytest.approx(sum(calibrated["accuracies"], []), abs=1e-6)
 
 
 @pytest.mark.slow
@@ -638,7 +639,5 @@ def test_all_drafters_run_in_one_bench_and_each_learned_something(place: Path) -
     assert list(methods_run) == methods
     for name in FRESH:
         assert methods_run[name]["identical"] == methods_run[name]["questions"] == 4, name
-        assert (
-            methods_run[name]["tokens"] == methods_run["ar"]["tokens"]
-            and methods_run[name]["acceptance_length"] > 1
-        ), name
+        assert methods_run[name]["tokens"] == methods_run["ar"]["tokens"], name
+        assert methods_run[name]["acceptance_length"] > 1, name

@@ -101,11 +101,9 @@ def test_draws_depend_on_the_random_seed_and_the_conversation(
         }
 
     first = sent(1, 0.7)
-    assert (
-        first == sent(1, 0.7)
-        and len(set(first.values())) == 3
-        and all(0 <= n < 2**31 for n in first.values())
-    )
+    assert first == sent(1, 0.7)
+    assert len(set(first.values())) == 3
+    assert all(0 <= n < 2**31 for n in first.values())
     assert not set(first.values()) & set(sent(2, 0.7).values())
     assert set(sent(1, 0.0).values()) == {None}
 
@@ -137,8 +135,10 @@ def test_busy_servers_are_asked_again_and_refusals_are_not(server: ChatServer, m
     failed = {
         outcome.id: outcome.failure for outcome in answers(server.url, model) if outcome.failure
     }
-    assert list(failed) == ["s12"] and "422" in failed["s12"]
-    assert seen["w12 w13"] == 1 and seen["w13 w14"] == 4  # two refusals, then both turns
+    assert list(failed) == ["s12"]
+    assert "422" in failed["s12"]
+    assert seen["w12 w13"] == 1
+    assert seen["w13 w14"] == 4
 
 
 @pytest.mark.parametrize(("pause", "headers"), [(60.0, {}), (0.0, {"Retry-After": "60"})])
@@ -160,7 +160,9 @@ def test_failing_server_is_left_alone_and_the_other_takes_its_work(
 def test_first_name_that_the_server_knows_is_taken(server: ChatServer, model: str) -> None:
     server.fault = lambda number, body: None if body["model"] == "served" else 404
     servers, silent = connect(server.url, None, Tokenizer(model))
-    assert servers.model == "served" and silent == [] and len(server.requests) == 2
+    assert servers.model == "served"
+    assert silent == []
+    assert len(server.requests) == 2
     with pytest.raises(UserError, match="404.*endpoint_model"):
         connect(server.url, "third", Tokenizer(model))
 
@@ -185,7 +187,8 @@ def test_answer_cut_by_its_length_has_no_end_token(model: str) -> None:
     tokenizer = Tokenizer(model)
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
     whole, cut = (tokenize(tokenizer, "x", messages, [ended]) for ended in (True, False))
-    assert whole.spans[0][1] == cut.spans[0][1] + 1 and whole.tokens == cut.tokens
+    assert whole.spans[0][1] == cut.spans[0][1] + 1
+    assert whole.tokens == cut.tokens
     with pytest.raises(Malformed):
         tokenize(
             tokenizer, "x", [messages[0], {"role": "assistant", "content": "unknown words"}], [True]
@@ -220,15 +223,14 @@ def test_server_that_dies_half_way_costs_no_sample_and_doubles_none(
     words += ["--endpoint", server.url, "distill.endpoint_model=served"]
     server.fault = lambda number, body: 500 if number > 9 else None
     first = medusa_json(*words)
-    assert (
-        0 < first["conversations"] < len(SEEDS)
-        and first["failed"] == len(SEEDS) - first["conversations"]
-    )
+    assert 0 < first["conversations"] < len(SEEDS)
+    assert first["failed"] == len(SEEDS) - first["conversations"]
     assert len((run / "distill-failed.jsonl").read_text().splitlines()) == first["failed"]
     assert server.requests[0]["key"] == "Bearer secret"
     server.fault = lambda number, body: None
     assert medusa_json(*words)["failed"] == 0
-    assert not (run / "distill-failed.jsonl").exists() and ids(run) == IDS
+    assert not (run / "distill-failed.jsonl").exists()
+    assert ids(run) == IDS
     # What came from the server trains: the states are computed here, and the run learns whose they are.
     medusa(
         "train", "--run", run, "--dtype", "fp32", "drafter.vocabulary=own", "drafter.num_heads=2"
@@ -245,7 +247,8 @@ def test_a_training_on_vllms_states_asks_the_server_to_write_those_of_answers(
     greeting, *asked = server.requests
     assert "kv_transfer_params" not in greeting
     wanted = [request["kv_transfer_params"] for request in asked]
-    assert wanted == [{"include_output_tokens": True}] * len(asked) and wanted
+    assert wanted == [{"include_output_tokens": True}] * len(asked)
+    assert wanted
 
 
 def test_one_of_two_servers_may_die_half_way_and_be_away_at_the_next_start(
@@ -299,5 +302,7 @@ def test_model_that_the_server_does_not_know_is_named_at_once(
 ) -> None:
     server.fault = lambda number, body: 400
     failed = medusa(*words, "--endpoint", server.url, "distill.endpoint_model=other", exit_code=1)
-    assert "'other'" in failed.stderr and "400" in failed.stderr
-    assert len(server.requests) == 1 and not (tmp_path / "run" / "distill.jsonl").exists()
+    assert "'other'" in failed.stderr
+    assert "400" in failed.stderr
+    assert len(server.requests) == 1
+    assert not (tmp_path / "run" / "distill.jsonl").exists()

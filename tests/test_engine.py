@@ -149,7 +149,8 @@ def test_growing_cache_is_copied_a_few_times(engine: str) -> None:
 def test_values_of_another_width_stay_when_the_cache_grows() -> None:
     cache = Cache(2, 2, 4)
     cache.allocate(3, 8, torch.empty(0), 6)
-    assert cache.keys is not None and cache.values is not None
+    assert cache.keys is not None
+    assert cache.values is not None
     keys, values = torch.randn(2, 2, 3, 4, 8), torch.randn(2, 2, 3, 4, 6)
     cache.keys.copy_(keys)
     cache.values.copy_(values)
@@ -157,7 +158,8 @@ def test_values_of_another_width_stay_when_the_cache_grows() -> None:
     cache.reserve(9)
     cache.swap(0, 1)
     for buffer, before in ((cache.keys, keys), (cache.values, values)):
-        assert buffer.shape[3] >= 9 and torch.equal(buffer[:, 0, :, :4], before[:, 1])
+        assert buffer.shape[3] >= 9
+        assert torch.equal(buffer[:, 0, :, :4], before[:, 1])
         assert torch.equal(buffer[:, 1, :, :2], before[:, 0, :, :2])
 
 
@@ -178,14 +180,10 @@ def test_accepted_states_equal_those_of_a_plain_pass(engine: str) -> None:
         assert out.logits.argmax(-1).tolist() == step.tokens
         if decoder.sequences:
             [pending] = sequence.unread[-1:]
-            assert (
-                sequence.tokens[before:] == pending.tokens.tolist() == path
-                and pending.start == before
-            )
-            assert (
-                torch.allclose(pending.hidden, out.hidden, atol=1e-4)
-                and pending.root == step.tokens[-1]
-            )
+            assert sequence.tokens[before:] == pending.tokens.tolist() == path
+            assert pending.start == before
+            assert torch.allclose(pending.hidden, out.hidden, atol=1e-4)
+            assert pending.root == step.tokens[-1]
         accepted += step.accepted
     assert accepted > 10
 
@@ -242,7 +240,8 @@ def test_torch_engine_on_a_gpu_equals_its_eager_one(family: str) -> None:
         decoder = decoder_of(ours, drafter, SPARSE.truncate(drafter.num_heads), cuda_graphs=True)
         for _ in range(2):  # the second prompt is in the prefix cache
             assert tokens_of(answer(decoder, PROMPT, max_new_tokens=60, stop_ids=())) == expected
-        assert decoder.cuda_graphs is not None and not decoder.cuda_graphs.failed
+        assert decoder.cuda_graphs is not None
+        assert not decoder.cuda_graphs.failed
 
 
 @ENGINES
@@ -251,7 +250,8 @@ def test_logits_are_fp32_over_bf16_weights(engine: str) -> None:
     attach(backbone, engine)
     for rows in (1, 3):
         logits = forward(backbone, ids_of(rows)).logits
-        assert logits.dtype == torch.float32 and logits.shape == (rows, backbone.vocab_size)
+        assert logits.dtype == torch.float32
+        assert logits.shape == (rows, backbone.vocab_size)
 
 
 class SwappedMLP(torch.nn.Module):

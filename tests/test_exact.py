@@ -79,7 +79,8 @@ def several_rows(x: Tensor, weight: Tensor) -> Tensor:
 def test_probe_finds_a_tree_with_the_bits_of_plain_decoding(family: str) -> None:
     _, engine = backbone_with(family, plain_kernels)
     assert difference(engine) is None
-    assert engine.row_invariant and not engine.prompt_invariant
+    assert engine.row_invariant
+    assert not engine.prompt_invariant
 
 
 def test_probe_in_16_bits() -> None:
@@ -111,8 +112,10 @@ def test_kernels_that_do_not_run_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(exact, "ExactPath", fail)
     with pytest.raises(UserError) as refused:
         use_exact_path(engine)
-    assert engine.exact is None and not engine.row_invariant
-    assert "no kernel image" in refused.value.message and "more lines" not in refused.value.message
+    assert engine.exact is None
+    assert not engine.row_invariant
+    assert "no kernel image" in refused.value.message
+    assert "more lines" not in refused.value.message
 
 
 def test_a_cpu_needs_no_exact_path(tmp_path: Path) -> None:
@@ -138,9 +141,8 @@ def test_tokens_run_again_for_a_drafter_leave_the_rows_of_steps() -> None:
     before = decoder.cache.both.clone()
     sequence.unread = []
     decoder._catch_up(0, sequence)
-    assert torch.equal(decoder.cache.both, before) and decoder.cache.lengths[0] == len(
-        sequence.tokens
-    )
+    assert torch.equal(decoder.cache.both, before)
+    assert decoder.cache.lengths[0] == len(sequence.tokens)
 
 
 def test_ordinary_path_parts_at_near_ties() -> None:

@@ -66,9 +66,8 @@ def test_size_of_heads_with_full_matrices_is_told_before_they_are_written(
         export_medusa(find_source(str(run.path) + "/"), tmp_path / "out")
     file = tmp_path / "out" / MedusaHeads.weights_file
     figure = re.search(r"takes (\S+) GB", told[0])
-    assert figure is not None and float(figure[1]) * 1e9 == pytest.approx(
-        file.stat().st_size, rel=0.1
-    )
+    assert figure is not None
+    assert float(figure[1]) * 1e9 == pytest.approx(file.stat().st_size, rel=0.1)
 
 
 def eagle_run(folder: Path, model: str) -> Run:
@@ -170,7 +169,8 @@ def test_no_token_outside_the_draft_vocabulary_is_the_likeliest(
     export_medusa(source_of(run), tmp_path / "out")
     logits = (0.2 * torch.randn(500, H) - 1) @ weights_of(tmp_path / "out")["0.2.weight"].float().T
     ids = weights["draft_ids"].long()
-    assert (logits[:, ids] < 0).all() and torch.isin(logits.argmax(1), ids).all()
+    assert (logits[:, ids] < 0).all()
+    assert torch.isin(logits.argmax(1), ids).all()
 
 
 @pytest.mark.quick("hf-firp", "speculators-hydra")
@@ -200,7 +200,8 @@ def test_what_a_layout_cannot_hold_is_refused(
     done = medusa(
         "export", "--to", format, "--run", f"{run.path}/", "--output", tmp_path / "out", exit_code=1
     )
-    assert kind in done.stderr and f"--to {format}" in done.stderr
+    assert kind in done.stderr
+    assert f"--to {format}" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -221,13 +222,14 @@ def test_an_eagle3_folder_is_the_one_that_engines_read(tmp_path: Path, model: st
     }
     assert {key: config[key] for key in wanted} == wanted
     tensors = weights_of(tmp_path / "out")
-    assert tensors["fc.weight"].shape == (H, 3 * H) and tensors[
-        "midlayer.self_attn.k_proj.weight"
-    ].shape == (H, 2 * H)
-    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    assert tensors["fc.weight"].shape == (H, 3 * H)
+    assert tensors["midlayer.self_attn.k_proj.weight"].shape == (H, 2 * H)
+    assert tensors["d2t"].dtype == torch.int64
+    assert tensors["t2d"].dtype == torch.bool
     # target = i + d2t[i], in rising order
     assert torch.equal(tensors["t2d"].nonzero()[:, 0], torch.arange(24) + tensors["d2t"])
-    assert len(launch) == 3 and not notes
+    assert len(launch) == 3
+    assert not notes
     assert all(line in (tmp_path / "out" / "README.md").read_text() for line in launch)
 
 
@@ -238,7 +240,8 @@ def test_a_drafter_of_a_gguf_file_is_served_with_the_models_safetensors(tmp_path
     run = SimpleNamespace(adapter=None)
     source = SimpleNamespace(origin=origin, model=origin.name, run=run)
     model, notes = served_model(source)  # type: ignore[arg-type]
-    assert model == "MODEL" and str(file) in notes[0]
+    assert model == "MODEL"
+    assert str(file) in notes[0]
 
 
 @pytest.mark.parametrize("left_out", ["eagle_config", "eagle_aux_hidden_state_layer_ids"])
@@ -265,18 +268,14 @@ def test_a_speculators_checkpoint_is_the_librarys_and_comes_back(
     launch, notes = export_speculators(source_of(run), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     own = config["speculators_config"]
-    assert (
-        config["speculators_model_type"] == own["algorithm"] == "eagle3"
-        and config["draft_vocab_size"] == 24
-    )
+    assert config["speculators_model_type"] == own["algorithm"] == "eagle3"
+    assert config["draft_vocab_size"] == 24
     assert own["verifier"] == {"name_or_path": model, "architectures": ["LlamaForCausalLM"]}
     assert own["default_proposal_method"] in [
         method["proposal_type"] for method in own["proposal_methods"]
     ]
-    assert (
-        config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
-        and config["norm_before_residual"] is False
-    )
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert config["norm_before_residual"] is False
     layer = config["transformer_layer_config"]
     assert (layer["model_type"], layer["hidden_size"], layer["vocab_size"]) == ("llama", H, V)
     tensors = weights_of(tmp_path / "out")
@@ -287,7 +286,8 @@ def test_a_speculators_checkpoint_is_the_librarys_and_comes_back(
     }
     shapes |= {"layers.0.hidden_norm.weight": (H,), "norm.weight": (H,), "d2t": (24,), "t2d": (V,)}
     assert {name: tuple(tensors[name].shape) for name in shapes} == shapes
-    assert all(str(tmp_path / "out") in line for line in launch) and not notes
+    assert all(str(tmp_path / "out") in line for line in launch)
+    assert not notes
     # Its config names the model.
     back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back", None)[0]
     assert same(weights_of(back.drafter_dir), weights_of(run.drafter_dir))

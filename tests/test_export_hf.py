@@ -306,7 +306,8 @@ def test_steps_without_drafts_change_no_token_and_no_later_draft(
 
     always, rarely = drafts(1), drafts(3)
     common = always.keys() & rarely.keys()
-    assert len(common) > 3 and len(always) > len(rarely)
+    assert len(common) > 3
+    assert len(always) > len(rarely)
     assert {end: rarely[end] for end in common} == {end: always[end] for end in common}
 
 
@@ -320,7 +321,8 @@ def test_the_faster_way_is_used_and_the_other_is_retried(pays: bool) -> None:
         return counts
 
     early, late = count(200), count(4000)
-    assert late[pays] > 3900 and late[not pays] > early[not pays] > 0
+    assert late[pays] > 3900
+    assert late[not pays] > early[not pays] > 0
 
 
 @pytest.mark.slow
@@ -335,10 +337,8 @@ def test_left_padding_scores_and_logits(export: Export) -> None:
         plain, drafted = (
             model.generate(padded, **how, **settings) for how in ({}, drafting(folder))
         )
-        assert (
-            drafted.sequences.tolist() == plain.sequences.tolist()
-            and getattr(drafted, other) is None
-        )
+        assert drafted.sequences.tolist() == plain.sequences.tolist()
+        assert getattr(drafted, other) is None
         rows = torch.cat(getattr(drafted, wanted))
         torch.testing.assert_close(rows, torch.cat(getattr(plain, wanted)), atol=1e-4, rtol=1e-4)
         assert not rows.requires_grad
@@ -372,7 +372,8 @@ def test_stop_strings_end_an_answer_as_in_plain_generate(export: Export) -> None
     assert model.generate(PROMPT, tokenizer=tokenizer, **how, **settings).tolist() == plain.tolist()
     config = GenerationConfig(**settings)
     drafted = model.generate(PROMPT, generation_config=config, tokenizer=tokenizer, **how)
-    assert drafted.tolist() == plain.tolist() and config.stop_strings == settings["stop_strings"]
+    assert drafted.tolist() == plain.tolist()
+    assert config.stop_strings == settings["stop_strings"]
     with pytest.raises(ValueError, match="tokenizer="):
         model.generate(PROMPT, **how, **settings)
 

@@ -109,13 +109,14 @@ def test_extra_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine: 
     drafter = firp(backbone, layers=[2, 3, 3])
     cache = backbone.engine.new_cache(1, 4)  # grows
     out = forward(backbone, PROMPT, cache, logits="last", extra_rows=drafter.extra_rows(3))
-    assert (
-        out.logits is not None and out.logits.shape[0] == 1 and out.hidden.shape[0] == len(PROMPT)
-    )
+    assert out.logits is not None
+    assert out.logits.shape[0] == 1
+    assert out.hidden.shape[0] == len(PROMPT)
     assert torch.allclose(out.extra[-1], reference(family, drafter, PROMPT), atol=1e-4)
     tokens = torch.arange(20, 20 + TREE.size)
     out = forward(backbone, tokens, cache, TREE, extra_rows=drafter.extra_rows(3))
-    assert out.extra is not None and out.extra.shape == (TREE.size, 3, backbone.hidden_size)
+    assert out.extra is not None
+    assert out.extra.shape == (TREE.size, 3, backbone.hidden_size)
     for node in (0, 3, 8):
         path = PROMPT + tokens[TREE.path(node)].tolist()
         assert torch.allclose(out.extra[node], reference(family, drafter, path), atol=1e-4), node
@@ -129,7 +130,8 @@ def test_a_long_prompt_ends_in_its_last_tokens_extra_rows(engine: str) -> None:
     prompt = [5 + i * 7 % 50 for i in range(530)]
     out = forward(backbone, prompt, logits="last", extra_rows=drafter.extra_rows(2))
     expected = reference("llama", drafter, prompt, positions=1024)
-    assert out.hidden.shape[0] == 530 and torch.allclose(out.extra[-1], expected[:2], atol=1e-3)
+    assert out.hidden.shape[0] == 530
+    assert torch.allclose(out.extra[-1], expected[:2], atol=1e-3)
 
 
 class Watched(Recording, Firp):
@@ -183,8 +185,10 @@ def test_a_step_is_one_backbone_pass(engine: str, shape: Tree | DynamicTree) -> 
 
 
 def test_default_layers_spread_from_a_half_to_five_sixths_of_the_depth() -> None:
-    assert spread(3, 30) == (15, 20, 25) and spread(1, 30) == (15,)
-    assert spread(4, 30) == (15, 18, 22, 25) and spread(4, 2) == (1, 1, 1, 1)
+    assert spread(3, 30) == (15, 20, 25)
+    assert spread(1, 30) == (15,)
+    assert spread(4, 30) == (15, 18, 22, 25)
+    assert spread(4, 2) == (1, 1, 1, 1)
 
 
 def test_a_model_whose_layers_are_unknown_is_refused() -> None:
@@ -323,7 +327,8 @@ def test_trace_stops_at_the_answers_and_sees_no_other_conversation() -> None:
             mixed, extra_row_states(backbone, alone.trace, extra_rows, alone.rows), atol=1e-5
         )
     traces = trace(backbone, torch.tensor([items[0].tokens]))
-    assert len(traces.states) == DEPTH + 1 and len(traces.keys) == DEPTH
+    assert len(traces.states) == DEPTH + 1
+    assert len(traces.keys) == DEPTH
 
 
 @pytest.fixture

@@ -85,20 +85,26 @@ def test_code_is_not_run_and_no_line_of_a_chat_is_consent(
     words = ["chat", "--model", model, "--dtype", "fp32", "--baseline"]
     asking = {"input": "y\ny\ny\n", "exit_code": None}
     done = medusa(*words, **asking) if "line" in place else chat(model, exit_code=None)
-    assert not ran.exists() and "y/N" not in done.output
+    assert not ran.exists()
+    assert "y/N" not in done.output
     if place != "tokenizer":  # a tokenizer's class may be known without the file
-        assert done.exit_code == 1 and done.stdout == "" and done.stderr.count("\n") == 1
-        assert FLAG in done.stderr and model in done.stderr
+        assert done.exit_code == 1
+        assert done.stdout == ""
+        assert done.stderr.count("\n") == 1
+        assert FLAG in done.stderr
+        assert model in done.stderr
 
 
 def test_known_model_type_runs_without_the_code_beside_it(tmp_path: Path, ran: Path) -> None:
     done = chat(save_with_code(tmp_path / "model", "llama"))
-    assert done.stdout.strip() and not ran.exists()
+    assert done.stdout.strip()
+    assert not ran.exists()
 
 
 def test_flag_runs_the_code_and_the_greeting_names_it(tmp_path: Path, ran: Path) -> None:
     done = chat(save_with_code(tmp_path / "model"), FLAG)
-    assert ran.exists() and FLAG in done.stderr.splitlines()[0]
+    assert ran.exists()
+    assert FLAG in done.stderr.splitlines()[0]
 
 
 def test_tokenizer_of_an_endpoint_is_loaded_without_its_code(tmp_path: Path, ran: Path) -> None:
@@ -106,7 +112,8 @@ def test_tokenizer_of_an_endpoint_is_loaded_without_its_code(tmp_path: Path, ran
     with pytest.raises(UserError, match="trust_remote_code"):
         Tokenizer(model)
     assert not ran.exists()
-    assert Tokenizer(model, trust_remote_code=True).hidden_size == 32 and ran.exists()
+    assert Tokenizer(model, trust_remote_code=True).hidden_size == 32
+    assert ran.exists()
 
 
 LOADING = {
@@ -134,7 +141,8 @@ def test_commands_run_code_with_the_flag_alone(
         "medusa_cli.serve.server.Server", lambda *_: SimpleNamespace(run=lambda listener: None)
     )
     words = [name, *(word.format(model=model, home=tmp_path) for word in LOADING[name])]
-    assert FLAG in medusa(*words, exit_code=1).stderr and not ran.exists()
+    assert FLAG in medusa(*words, exit_code=1).stderr
+    assert not ran.exists()
     medusa(*words, FLAG)
     assert ran.exists()
 

@@ -210,7 +210,9 @@ def refused(path: Path, *parts: str) -> None:
     with pytest.raises(UserError) as raised:
         load_backbone(str(path), FP32)
     text = str(raised.value)
-    assert str(path) in text and len(text.splitlines()) == 1 and raised.value.remedy, text
+    assert str(path) in text, text
+    assert len(text.splitlines()) == 1, text
+    assert raised.value.remedy, text
     assert all(part in text for part in parts), text
 
 
@@ -228,10 +230,8 @@ def test_a_file_is_decoded_as_the_weights_that_it_holds(file: Path, kind: Kind) 
     backbone = load_backbone(str(file), FP32)
     steps = generate_plain(backbone, PROMPT, max_new_tokens=24, stop_ids=())
     assert tokens_of(steps) == ids[0, len(PROMPT) :].tolist()
-    assert (
-        backbone.eos_ids == {END}
-        and backbone.tokenizer.decode(backbone.tokenizer.encode("ab c")) == "ab c"
-    )
+    assert backbone.eos_ids == {END}
+    assert backbone.tokenizer.decode(backbone.tokenizer.encode("ab c")) == "ab c"
 
 
 @pytest.mark.slow
@@ -259,9 +259,8 @@ def test_the_bits_of_a_file_are_multiplied_as_they_are(file: Path, kind: Kind) -
     network = write_gguf(file, kind)
     backbone = load_backbone(str(file), LoadOptions(activations="fp32"))
     packed = backbone.engine.model.packed.matrices
-    assert backbone.engine.name == "native" and {
-        matrix.format.name for matrix in packed.values()
-    } == {kind.name}
+    assert backbone.engine.name == "native"
+    assert {matrix.format.name for matrix in packed.values()} == {kind.name}
     for name, weight in network.named_parameters():
         if weight.dim() == 2:
             ours = packed[name.removesuffix(".weight")].embed(np.arange(len(weight)))
@@ -1224,11 +1223,11 @@ def test_commands_and_python_take_a_file_and_name_it_by_its_path(file: Path) -> 
     drafted, plain = medusa_json(*words, "--lookup"), medusa_json(*words, "--baseline")
     loaded = Medusa.from_pretrained(file, drafter=None, dtype="fp32")
     answer = loaded.generate([{"role": "user", "content": "ab"}], max_new_tokens=8)
-    assert drafted["answer"] == plain["answer"] == answer.text and plain["tokens"] > 0
+    assert drafted["answer"] == plain["answer"] == answer.text
+    assert plain["tokens"] > 0
     identity = loaded.backbone.identity
-    assert identity["id"] == str(file) and identity["weights"] == weights_of(
-        ModelSource.of(str(file))
-    )
+    assert identity["id"] == str(file)
+    assert identity["weights"] == weights_of(ModelSource.of(str(file)))
     assert ModelSource.of(str(file)).gguf == file
 
 
@@ -1245,7 +1244,8 @@ def test_metadata_is_written_once_and_again_when_the_file_changes(
         assert ModelSource.of(str(file)).folder == str(before)
     write_gguf(file, seed=1)
     after = Path(ModelSource.of(str(file)).folder)
-    assert after != before and weights_of(ModelSource.of(str(file))) != digest
+    assert after != before
+    assert weights_of(ModelSource.of(str(file))) != digest
     (after / "config.json").unlink()
     after.rename(after.with_name(after.name + ".part"))  # what a killed process leaves
     assert (Path(ModelSource.of(str(file)).folder) / "config.json").is_file()
@@ -1274,7 +1274,8 @@ def test_the_end_of_a_turn_ends_an_answer(file: Path, monkeypatch: pytest.Monkey
     other = file.with_name("other.gguf")
     write_gguf(other, template="{{ messages }} ")
     ends = load_backbone(str(other), FP32).eos_ids
-    assert len(ends) == 2 and END in ends
+    assert len(ends) == 2
+    assert END in ends
 
 
 def test_factors_in_another_file_of_a_split_model_are_read(file: Path) -> None:
@@ -1301,7 +1302,8 @@ def test_positions_are_scaled_by_the_key_of_older_files(file: Path) -> None:
 def test_chat_needs_a_template(file: Path) -> None:
     write_gguf(file, template=None)
     done = medusa("chat", "--model", file, "--lookup", "--prompt", "ab", exit_code=1)
-    assert "template" in done.stderr and "Traceback" not in done.stderr
+    assert "template" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def integers(writer: gguf.GGUFWriter) -> None:
@@ -1556,7 +1558,8 @@ def test_a_file_that_ends_too_early_is_refused(file: Path) -> None:
 def test_other_files_are_no_models(file: Path, data: bytes) -> None:
     file.write_bytes(data)
     done = medusa("chat", "--model", file, "--lookup", "--prompt", "ab", exit_code=1)
-    assert str(file) in done.stderr and done.stderr.count("\n") == 1
+    assert str(file) in done.stderr
+    assert done.stderr.count("\n") == 1
     with pytest.raises(UserError, match=r"missing\.gguf"):
         str(ModelSource.of("missing.gguf").folder)
 
@@ -1569,7 +1572,8 @@ def test_llama_cpp_decodes_the_same_file(file: Path, name: str) -> None:
     backbone = load_backbone(str(file), FP32)
     plain = tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=48))
     [answer] = llama_method(name, file, backbone)([PROMPT], 48, lambda tokens: None)
-    assert answer.turns[0][:8] == plain[:8] and answer.tokens == len(plain)
+    assert answer.turns[0][:8] == plain[:8]
+    assert answer.tokens == len(plain)
     assert len(answer.first_token_s) == 1
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(UserError, match=file.name):
@@ -1644,7 +1648,8 @@ def test_a_later_start_of_chat_reads_each_file_of_the_model_once(
     metadata = {
         path.name: reads[str(path)] for path in folder.glob("*") if path.suffix != ".safetensors"
     }
-    assert metadata["config.json"] == 1 and max(metadata.values()) == 1, metadata
+    assert metadata["config.json"] == 1, metadata
+    assert max(metadata.values()) == 1, metadata
     if kind == "index":
         assert metadata["model.safetensors.index.json"] == 1
     else:

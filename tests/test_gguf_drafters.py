@@ -177,7 +177,8 @@ def test_a_gguf_file_with_an_mtp_layer_is_told_of_it(
     write_qwen35(bare, Kind.F32)
     assert "--drafter mtp" not in medusa(*words, bare, exit_code=None).stderr
     done = medusa(*words, bare, "--drafter", "mtp", exit_code=1)
-    assert str(bare) in done.stderr and done.stderr.count("\n") == 1
+    assert str(bare) in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.quick("glm4_moe")
@@ -212,7 +213,8 @@ def test_a_part_of_an_mtp_layer_is_refused_in_one_line(
     path = with_mtp("qwen3_5_text").write(tmp_path / "tiny.gguf", **change)
     with pytest.raises(UserError, match=part) as raised:
         checkpoint_tensors(ModelSource.of(path))
-    assert path in str(raised.value) and len(str(raised.value).splitlines()) == 1
+    assert path in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
     load_backbone(path, FP32)  # the model itself is whole
 
 
@@ -225,7 +227,8 @@ def test_a_file_with_an_mtp_layer_alone_is_named(
     )
     with pytest.raises(UserError, match="MTP") as raised:
         load_backbone(str(path), FP32)
-    assert str(path) in str(raised.value) and raised.value.remedy
+    assert str(path) in str(raised.value)
+    assert raised.value.remedy
 
 
 @pytest.mark.slow

@@ -73,8 +73,10 @@ def test_answers_by_a_schema_do_not_depend_on_drafts(drafted: str, sampling: Sam
     backbone, grammar = byte_backbone(layers=4), Grammar.of(json_schema=PERSON)
     plain = answers(backbone, grammar, None, sampling=sampling)
     steps = answers(backbone, grammar, drafted, sampling=sampling)
-    assert tokens_of(steps) == tokens_of(plain) and tokens_of(plain)[-1] == END_ID
-    assert len(steps) < 0.8 * len(plain) and all(len(step.tokens) == 1 for step in plain)
+    assert tokens_of(steps) == tokens_of(plain)
+    assert tokens_of(plain)[-1] == END_ID
+    assert len(steps) < 0.8 * len(plain)
+    assert all(len(step.tokens) == 1 for step in plain)
     jsonschema.validate(PERSON, json.loads(backbone.decode(tokens_of(steps))))
 
 
@@ -180,10 +182,10 @@ def test_forced_tokens_are_drafted_to_the_end() -> None:
     schema = {"type": "object", "properties": {"kind": {"const": "city"}}, "required": ["kind"]}
     grammar = Grammar.of(json_schema={**schema, "additionalProperties": False})
     steps = answers(backbone, grammar, "heads")
-    assert (
-        backbone.decode(tokens_of(steps)) == '{"kind": "city"}' and tokens_of(steps)[-1] == END_ID
-    )
-    assert len(steps) <= 4 and len(answers(backbone, grammar, None)) == len(tokens_of(steps))
+    assert backbone.decode(tokens_of(steps)) == '{"kind": "city"}'
+    assert tokens_of(steps)[-1] == END_ID
+    assert len(steps) <= 4
+    assert len(answers(backbone, grammar, None)) == len(tokens_of(steps))
 
 
 @pytest.mark.quick
@@ -202,7 +204,8 @@ def test_grammars_that_cannot_go_back_are_followed_with_drafts(
     options = LogitsOptions(grammar=grammar, logit_bias=bias)
     steps = answers(backbone, grammar, drafted, logits_options=options)
     text = backbone.decode(tokens_of(steps))
-    assert re.fullmatch("A dog has [0-9]+ legs\\.[a-f]{9}", text) and tokens_of(steps)[-1] == END_ID
+    assert re.fullmatch("A dog has [0-9]+ legs\\.[a-f]{9}", text)
+    assert tokens_of(steps)[-1] == END_ID
     assert tokens_of(steps) == tokens_of(answers(backbone, grammar, None, logits_options=options))
 
 
@@ -213,7 +216,8 @@ def test_forced_tokens_of_one_pass_are_limited(monkeypatch: pytest.MonkeyPatch) 
     grammar = Grammar.of(regex="x" * 40)
     steps = answers(backbone, grammar, "heads")
     assert backbone.decode(tokens_of(steps)) == "x" * 40
-    assert max(step.nodes for step in steps) <= 6 and len(steps) < 20
+    assert max(step.nodes for step in steps) <= 6
+    assert len(steps) < 20
 
 
 def test_the_grammar_has_the_last_word() -> None:
@@ -249,7 +253,8 @@ def test_an_answer_beyond_the_limits_of_grammars_ends(monkeypatch: pytest.Monkey
     matcher = Exhausted(matcher_of(backbone, grammar))
     monkeypatch.setattr("medusa_cli.decode.processors.matcher_of", lambda *_: matcher)
     tokens = tokens_of(answers(backbone, grammar, None, max_new_tokens=30))
-    assert tokens[-1] == END_ID and backbone.decode(tokens) == "aaa"
+    assert tokens[-1] == END_ID
+    assert backbone.decode(tokens) == "aaa"
 
 
 @pytest.mark.slow
@@ -282,7 +287,8 @@ def test_objects_have_no_other_properties_than_named_ones() -> None:
     done = closed({"$defs": {"A": part}, "anyOf": [part, {"allOf": [part, {}]}], "items": schema})
     shut = {**part, "additionalProperties": False}
     assert done["$defs"]["A"] == done["anyOf"][0] == done["items"]["properties"]["enum"] == shut
-    assert done["anyOf"][1] == {"allOf": [part, {}]} and done["items"]["default"] == part
+    assert done["anyOf"][1] == {"allOf": [part, {}]}
+    assert done["items"]["default"] == part
     assert done["items"]["properties"]["free"]["additionalProperties"] is True
     assert closed({"allOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": part}})["$defs"]["A"] == shut
 
@@ -394,7 +400,8 @@ def test_texts_that_are_added_tokens_are_followed(
 ) -> None:
     backbone = bracketed_backbone()
     tokens = tokens_of(answers(backbone, Grammar.of(**source), drafted))
-    assert tokens[-1] == END_ID and backbone.decode(tokens) == text
+    assert tokens[-1] == END_ID
+    assert backbone.decode(tokens) == text
     named = "<tool_call>" in source.get("grammar", "").split('"')[0]
     assert (backbone.tokenizer.convert_tokens_to_ids("<tool_call>") in tokens) == named
 
@@ -427,13 +434,14 @@ def test_an_answer_ends_where_the_parser_refuses_what_it_allowed(
     matcher = Refusing(matcher_of(backbone, Grammar.of(regex="[ab]{9}")))
     monkeypatch.setattr("medusa_cli.decode.processors.matcher_of", lambda *_: matcher)
     answer = Medusa(LoadedModel(backbone)).generate(PROMPT, max_new_tokens=30, regex="[ab]{9}")
-    assert (
-        answer.tokens[-1] == END_ID and len(answer.tokens) <= 4 and answer.finish_reason == "length"
-    )
+    assert answer.tokens[-1] == END_ID
+    assert len(answer.tokens) <= 4
+    assert answer.finish_reason == "length"
     answer = Medusa(LoadedModel(backbone)).generate(
         PROMPT, max_new_tokens=30, regex="[ab]{9}", stop_ids=()
     )
-    assert set(answer.text) <= {"a", "b"} and answer.finish_reason == "length"
+    assert set(answer.text) <= {"a", "b"}
+    assert answer.finish_reason == "length"
 
 
 # Definitions that refer to one another in a chain, longer than a recursive parser can follow.
@@ -481,7 +489,8 @@ def test_bad_grammars_are_named(sources: dict[str, Any], name: str) -> None:
     loaded = Medusa(LoadedModel(byte_backbone()))
     with pytest.raises(UsageError) as raised:
         loaded.request(PROMPT, **sources)
-    assert raised.value.setting == name and "\n" not in raised.value.text
+    assert raised.value.setting == name
+    assert "\n" not in raised.value.text
 
 
 def test_a_missing_package_and_a_foreign_tokenizer_are_named(
@@ -531,4 +540,5 @@ def test_chat_names_a_bad_form(
     words = [str(tmp_path / "schema.json") if word == "SCHEMA" else word for word in words]
     common = ["chat", "--model", model, "--baseline", "--dtype", "fp32", "--prompt", "Ada"]
     result = medusa(*common, *words, exit_code=code)
-    assert name in result.output and "Traceback" not in result.output
+    assert name in result.output
+    assert "Traceback" not in result.output

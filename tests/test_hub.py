@@ -56,7 +56,8 @@ def test_a_pushed_drafter_chats_as_the_run_it_comes_from(
         name: path.read_bytes() for name, path in kept.items()
     }
     head = yaml.safe_load(files["README.md"].decode().split("---")[1])
-    assert head["license"] == "mit" and "medusa" in head["tags"]
+    assert head["license"] == "mit"
+    assert "medusa" in head["tags"]
 
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"prompt": "w1 w2 w3"}\n{"prompt": "w4 w5"}\n')
@@ -80,7 +81,8 @@ def test_a_drafter_of_the_hub_works_from_the_cache_without_a_network(
 ) -> None:
     push(save_run(tmp_path / "run", model).path, "--to", "drafter")
     folder, home = find_drafter("owner/heads")
-    assert home is not None and home.tree_path.is_file()
+    assert home is not None
+    assert home.tree_path.is_file()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert find_drafter("owner/heads")[0] == folder
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -100,7 +102,8 @@ def test_a_cached_model_asks_an_unreachable_hub_once(hub: Hub, model: str) -> No
     hub.requests.clear()
     go_offline_unless_reachable.cache_clear()
     again = load_network(ModelSource.of("owner/model"))[0].lm_head.weight
-    assert constants.HF_HUB_OFFLINE and len(hub.requests) == 1
+    assert constants.HF_HUB_OFFLINE
+    assert len(hub.requests) == 1
     assert torch.equal(again, expected)
     Medusa.from_pretrained("owner/model", drafter=None, dtype="fp32").close()
     assert not constants.HF_HUB_OFFLINE  # the caller's client is as it was
@@ -128,7 +131,8 @@ def test_the_drafter_of_a_pushed_model_comes_without_the_models_weights(
     push(save_run(tmp_path / "run", model).path, "--to", "hf")
     assert "model.safetensors" in hub.repositories["owner/heads"]
     choice = choose(None, None, "owner/heads", None)
-    assert choice.drafter is not None and choice.tree.file is not None
+    assert choice.drafter is not None
+    assert choice.tree.file is not None
     assert not any("/model.safetensors" in request for request in hub.requests)
     assert "owner/heads" in hub.repositories["owner/heads"]["README.md"].decode()
 

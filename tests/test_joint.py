@@ -112,10 +112,8 @@ def test_joint_loss_is_that_of_the_model_plus_lambda_0_times_that_of_the_heads(
         0.8 ** (k + 1) * sum(t) / len(model) for k, t in enumerate(terms)
     )
     assert float(result.total.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
-    assert (
-        result.positions == sum(item.positions for item in items)
-        and result.parts["lambda_0"] == 0.2
-    )
+    assert result.positions == sum(item.positions for item in items)
+    assert result.parts["lambda_0"] == 0.2
 
 
 def test_the_lambda_0_schedules() -> None:
@@ -167,9 +165,11 @@ def test_fresh_adapter_has_no_kl_to_the_original() -> None:
                 weight.zero_()
         fresh = loss(data.held_out, 1.0).parts
     assert "kl" not in moved.parts
-    assert fresh["kl"] == pytest.approx(0.0, abs=1e-6) and fresh["agreement"] == 1.0
+    assert fresh["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert fresh["agreement"] == 1.0
     assert fresh["nll"] == pytest.approx(fresh["nll_original"])
-    assert changed["kl"] > 1e-4 and changed["nll_original"] == pytest.approx(fresh["nll"])
+    assert changed["kl"] > 1e-4
+    assert changed["nll_original"] == pytest.approx(fresh["nll"])
 
 
 @pytest.fixture
@@ -213,7 +213,8 @@ def test_stage_2_starts_from_stage_1_and_its_model_decodes(place: tuple[str, str
         "train.backbone_lr=0.01",
     )
     done = train(place, *words)
-    assert "the heads start from" in done.stderr and "step 0: held-out loss" in done.stderr
+    assert "the heads start from" in done.stderr
+    assert "step 0: held-out loss" in done.stderr
     summary = json.loads(done.stdout)
     assert (
         summary["expected_acceptance_at_start"] == json.loads(first.stdout)["expected_acceptance"]
@@ -222,7 +223,8 @@ def test_stage_2_starts_from_stage_1_and_its_model_decodes(place: tuple[str, str
     config = json.loads((Path(run) / "drafter" / "config.json").read_text())
     assert config["provenance"]["backbone"]["adapter"] == adapter.digest(Path(run) / "adapter")
     saved = json.loads((Path(run) / "adapter" / "adapter_config.json").read_text())
-    assert saved["r"] == 4 and "lm_head" in saved["target_modules"]
+    assert saved["r"] == 4
+    assert "lm_head" in saved["target_modules"]
     medusa("calibrate", "--run", run, "--top", "3")
     medusa("tree", "--run", run, "--budget", "5")
     questions = write_lines(
@@ -306,9 +308,8 @@ def test_validation_does_not_depend_on_batches(tmp_path: Path) -> None:
         result.append(
             [*item.head_losses, *item.accuracies, item.parts["nll"], item.parts["agreement"]]
         )
-    assert result[1] == pytest.approx(result[0], rel=1e-4) and result[2] == pytest.approx(
-        result[0], rel=1e-4
-    )
+    assert result[1] == pytest.approx(result[0], rel=1e-4)
+    assert result[2] == pytest.approx(result[0], rel=1e-4)
 
 
 @pytest.mark.quick("PhiConfig")
@@ -351,9 +352,8 @@ def test_fully_tuned_model_gets_a_run_of_its_own(
         "train.validation_fraction=0.4",
     ]
     done = train(place, *words, "--data", str(other))
-    assert (
-        f"--run {run}/tuned" in done.stdout.replace("\n", " ") and Path(run, "train.png").is_file()
-    )
+    assert f"--run {run}/tuned" in done.stdout.replace("\n", " ")
+    assert Path(run, "train.png").is_file()
     validation = [
         line for line in read_log(Path(run, "train.jsonl")) if line["event"] == "validated"
     ][-1]
@@ -363,7 +363,8 @@ def test_fully_tuned_model_gets_a_run_of_its_own(
     ]
     assert copied == [*lines, {"id": "odd", "messages": messages}]
     beside = compared(run)[0]
-    assert beside["kl"] is None and beside["agreement"] is None  # the original is gone
+    assert beside["kl"] is None
+    assert beside["agreement"] is None
     assert "in full" in medusa("compare", run, "--data", f"{run}/distill.jsonl", exit_code=1).stderr
     tuned = Path(run) / "tuned"
     assert (
@@ -425,8 +426,10 @@ def test_runs_of_both_stages_are_compared(place: tuple[str, str], tmp_path: Path
         assert f"the heads start from {run}/drafter" in done.stderr
     runs = [run, str(tmp_path / "medusa2"), str(tmp_path / "direct")]
     rows = frozen, medusa2, direct = compared(*runs)
-    assert frozen["kl"] == 0 and frozen["agreement"] == frozen["perplexity_ratio"] == 1
-    assert direct["kl"] > medusa2["kl"] >= 0 and len({row["data"] for row in rows}) == 1
+    assert frozen["kl"] == 0
+    assert frozen["agreement"] == frozen["perplexity_ratio"] == 1
+    assert direct["kl"] > medusa2["kl"] >= 0
+    assert len({row["data"] for row in rows}) == 1
     # Measured anew on the held-out conversations, the figures are those of the trainings.
     lines = [json.loads(line) for line in Path(run, "distill.jsonl").read_text().splitlines()]
     out = held_out_ids([line["id"] for line in lines], 0.05)
@@ -442,7 +445,8 @@ def test_runs_of_both_stages_are_compared(place: tuple[str, str], tmp_path: Path
         assert again["kl"] == pytest.approx(row["kl"], rel=1e-3, abs=1e-5)
         assert again["accuracies"] == pytest.approx(row["accuracies"])
         assert again["measured"] == row["measured"]
-    assert on_held[0]["agreement"] == 1 and few[2]["kl"] != on_held[2]["kl"]
+    assert on_held[0]["agreement"] == 1
+    assert few[2]["kl"] != on_held[2]["kl"]
     for words, code in (
         (["--max-samples", "2"], 2),
         (["--dtype", "fp16"], 2),
@@ -488,10 +492,8 @@ def test_stage_2_starts_from_heads_and_adapter(place: tuple[str, str], tmp_path:
     done = train((model, str(again)), *words, "train.backbone_lr=0")
     assert "the heads start from" in done.stderr
     (before,), (row,) = compared(first), compared(again)
-    assert (
-        row["kl"] == pytest.approx(before["kl"], rel=1e-3)
-        and row["accuracies"] == before["accuracies"]
-    )
+    assert row["kl"] == pytest.approx(before["kl"], rel=1e-3)
+    assert row["accuracies"] == before["accuracies"]
     # With heads_first=1 the heads learn alone, and the adapter stays.
     train((model, str(last)), *words[:-1], "--schedule", "warmup", "train.heads_first=1")
     for part, same in (

@@ -253,12 +253,14 @@ def test_references_are_followed(schema: dict[str, Any]) -> None:
 
 def test_references_to_the_root_of_an_older_draft_are_followed() -> None:
     grammar = schema_grammar({**in_property({"$recursiveRef": "#"}), "required": []})
-    assert takes(grammar, {"p": {"p": {}}}) and not takes(grammar, {"p": 1})
+    assert takes(grammar, {"p": {"p": {}}})
+    assert not takes(grammar, {"p": 1})
 
 
 def test_openapis_nullable_is_followed() -> None:
     grammar = schema_grammar(in_property({**TEXT, "nullable": True}))
-    assert takes(grammar, {"p": None}) and takes(grammar, {"p": "a"})
+    assert takes(grammar, {"p": None})
+    assert takes(grammar, {"p": "a"})
     assert not takes(schema_grammar(in_property({**TEXT, "nullable": False})), {"p": None})
 
 
@@ -310,7 +312,9 @@ def test_other_keywords_are_refused_by_place_and_name(
         schema_grammar(put(schema), "@tools: tool schedule_event")
     text = raised.value.message
     assert text.startswith(f"@tools: tool schedule_event{name or ':'}"), text
-    assert f": {keyword}" in text and "regex parse" not in text and "%json" not in text
+    assert f": {keyword}" in text
+    assert "regex parse" not in text
+    assert "%json" not in text
     assert raised.value.setting == "tools"
 
 

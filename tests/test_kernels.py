@@ -136,7 +136,8 @@ def test_rotate_write(with_norm: bool, kernels: Any) -> None:
     for ours, expected in zip(
         run(kernels, lambda x: x), run(plain_kernels, lambda x: x.double()), strict=True
     ):
-        assert close(ours, expected) and (ours != 0).any()
+        assert close(ours, expected)
+        assert (ours != 0).any()
 
 
 @pytest.mark.parametrize("activation", plain_kernels.ACTIVATIONS)
@@ -213,7 +214,8 @@ def test_attention_is_that_of_doubles(
     twin = case.together(plain_kernels.attend, kind, cap)
     for node in range(6):
         expected = case.expected(node, kind, cap)
-        assert close(ours[node], expected) and close(twin[node], expected)
+        assert close(ours[node], expected)
+        assert close(twin[node], expected)
 
 
 @pytest.mark.slow
@@ -267,15 +269,15 @@ def test_places_are_in_the_order_of_the_text() -> None:
     for seed, length in ((1, 0), (2, 31), (3, 64), (4, 200)):
         case = Case(length, 40, seed, Masks())
         reach = case.reach(length, case.depth, case.mask)
-        assert (reach.limit % LAG == 0).all() and (reach.limit <= max(length - 1, 0)).all()
+        assert (reach.limit % LAG == 0).all()
+        assert (reach.limit <= max(length - 1, 0)).all()
         for node, (position, limit) in enumerate(
             zip(reach.position.tolist(), reach.limit.tolist(), strict=True)
         ):
             path = (length + case.mask[node].nonzero()[:, 0]).tolist()
             columns = [*range(length), *path][limit:]
-            assert (
-                position - limit < NEAR and reach.places[node, : len(columns)].tolist() == columns
-            )
+            assert position - limit < NEAR
+            assert reach.places[node, : len(columns)].tolist() == columns
 
 
 @pytest.mark.quick("70-0.4-dtype1")
@@ -326,7 +328,8 @@ def grow_by_both(pairs: int, seed: int) -> None:
                 log_p = (3 * log_p).round() / 3
             ids = torch.randint(9, shape, generator=numbers)
             assert torch.equal(ours.extend(head, log_p, ids), plain.extend(head, log_p, ids))
-            assert torch.equal(ours.nodes, plain.nodes) and torch.equal(ours.mask, plain.mask)
+            assert torch.equal(ours.nodes, plain.nodes)
+            assert torch.equal(ours.mask, plain.mask)
         for chosen in (
             plain.tokens.scatter(1, plain.parents.clamp(min=0), plain.tokens),
             torch.randint(9, (2, rows), generator=numbers),
@@ -366,5 +369,6 @@ def test_binaries_have_no_atomics_and_no_spills_and_serve_all_numbers_of_rows() 
     binaries = json.loads(run.stdout)
     assert len(binaries) == 14 * len(TARGETS)
     for binary in binaries:
-        assert not binary["atomics"] and binary["stack"] == 0, binary
+        assert not binary["atomics"], binary
+        assert binary["stack"] == 0, binary
         assert not binary["specialized"], binary

@@ -78,7 +78,8 @@ def test_rows_are_rounded_each_by_itself(kv: str, dim: int) -> None:
         forward(backbone, text_of(40, 128), caches[-1], slot=1)
     # Of the first layer, whose inputs are the same.
     exact, kept = (torch.stack(cache.rows_of(0, 1, 40)).numpy() for cache in caches)
-    assert kept.shape[-1] == dim and np.array_equal(kept, rounded(exact, kv))
+    assert kept.shape[-1] == dim
+    assert np.array_equal(kept, rounded(exact, kv))
 
 
 @EACH_TYPE
@@ -102,7 +103,8 @@ def test_rows_have_the_same_bits_in_prompts_trees_and_one_by_one(
     kv: str, family: str, quantize: str | None
 ) -> None:
     backbone = backbone_of(kv, family, quantize)
-    assert backbone.engine.row_invariant and kv in backbone.engine.title
+    assert backbone.engine.row_invariant
+    assert kv in backbone.engine.title
     assert_same_bits(backbone, text_of(600), (1, 5, 16, 31, 32, 77, 255, 257, 511, 590))
 
 
@@ -159,7 +161,8 @@ def test_greedy_output_over_drafts_is_plain_decodings(kv: str) -> None:
     expected = tokens_of(generate_plain(backbone, PROMPT, **rules))
     for tree in (Tree.dense([3, 2, 2, 1]), Tree.dense([8, 6])):
         steps = list(generate(backbone, Oracle(expected, 0.6), tree, PROMPT, **rules))
-        assert tokens_of(steps) == expected and len(steps) < 120
+        assert tokens_of(steps) == expected
+        assert len(steps) < 120
     prompts = [PROMPT, list(range(5, 200)), [8]]
     drafter = medusa_drafter(backbone)
     together = generate_batch(backbone, drafter, TREE, prompts, batch_size=2, **rules)
@@ -209,7 +212,8 @@ def test_memory_is_that_of_the_type() -> None:
         cache = backbone.engine.new_cache(2, 32)
         assert cache.nbytes == 2 * 32 * backbone.engine.row_bytes
         sizes[kv] = backbone.engine.row_bytes
-    assert sizes["fp16"] == sizes["fp32"] / 2 and sizes["q8_0"] == sizes["fp32"] * 34 / 128
+    assert sizes["fp16"] == sizes["fp32"] / 2
+    assert sizes["q8_0"] == sizes["fp32"] * 34 / 128
 
 
 @pytest.mark.parametrize(

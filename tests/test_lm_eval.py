@@ -55,7 +55,8 @@ def test_echoed_log_likelihoods_are_those_of_transformers(server: Served, folder
     body = {"model": MODEL, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
     body |= {"prompt": [context + rest for context, rest in pairs], "echo": True}
     status, _, answer = server.post(body)
-    assert status == 200 and len(answer["choices"]) == len(pairs)
+    assert status == 200
+    assert len(answer["choices"]) == len(pairs)
     flags = []
     for (context, rest), choice in zip(pairs, answer["choices"], strict=True):
         expected, is_greedy = likelihood(network, context, rest)
@@ -91,7 +92,8 @@ def test_lm_eval_reads_the_same_from_the_server_and_from_transformers(
     texts = [("w1 w2 w3", " w4"), ("w1 w2 w3", " w9 w1"), ("w7", " w8 w9 w10 w11")]
     asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(texts)]
     for own, other in zip(ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True):
-        assert own[0] == pytest.approx(other[0], abs=CLOSE) and own[1] == other[1]
+        assert own[0] == pytest.approx(other[0], abs=CLOSE)
+        assert own[1] == other[1]
     whole = [("w1 w2 w3 w4 w5 w6 w7",), ("w20 w1 w20 w1",)]
     asked = [Instance("loglikelihood_rolling", {}, text, i) for i, text in enumerate(whole)]
     rolling = [other.loglikelihood_rolling(asked) for other in (ours, theirs)]

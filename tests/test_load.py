@@ -91,7 +91,8 @@ def refused_early(model: Path) -> str:
     words = ["chat", "--model", str(model), "--prompt", "w1"]
     code = f"import sys; sys.modules['torch'] = None; sys.argv[1:] = {words!r}; from medusa_cli.cli import main; main()"
     done = python(code)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
     return done.stderr
 
 
@@ -126,7 +127,9 @@ def test_missing_shards_are_all_named_before_torch_is_imported(model: Path) -> N
     shards[1].unlink()
     shards[4].unlink()
     line = refused_early(model)
-    assert shards[1].name in line and shards[4].name in line and shards[0].name not in line
+    assert shards[1].name in line
+    assert shards[4].name in line
+    assert shards[0].name not in line
     assert "download the model again" in line
     shards[1].write_bytes(b"")
     shards[4].write_bytes(b"")
@@ -310,7 +313,8 @@ def test_refusals_come_before_torch_is_imported(
     words = ["chat", "--model", str(model), "--baseline", "--prompt", "w1"]
     code = f"import sys; sys.modules['torch'] = None; sys.argv[1:] = {words!r}; from medusa_cli.cli import main; main()"
     done = python(code)
-    assert done.returncode == 1 and flaw in done.stderr
+    assert done.returncode == 1
+    assert flaw in done.stderr
 
 
 def test_logits_that_are_not_the_lm_heads_are_refused(
@@ -527,5 +531,6 @@ def test_a_gpu_that_runs_no_kernels_leaves_work_to_the_cpu(
 ) -> None:
     has_cuda.cache_clear()
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert resolve_device("auto") == "cpu" and "GPU" in caplog.text
+    assert resolve_device("auto") == "cpu"
+    assert "GPU" in caplog.text
     has_cuda.cache_clear()

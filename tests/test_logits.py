@@ -131,7 +131,8 @@ def test_loss_of_the_model_and_its_gradient_are_those_of_its_logits(
     expected = F.cross_entropy(network(torch.tensor([IDS])).logits[0, :-1], batch.next)
     [gradient] = torch.autograd.grad(expected, [ours])
     near = pytest.approx(float(expected.detach()), rel=1e-4)
-    assert float(loss.detach()) == near and cost["nll"] == near
+    assert float(loss.detach()) == near
+    assert cost["nll"] == near
     if ours is not network.get_input_embeddings().weight:
         assert torch.allclose(weight.grad, gradient, atol=1e-5)
 

@@ -150,7 +150,8 @@ def test_scales_that_are_not_finite_are_seen(format: Format) -> None:
             assert raw.is_finite
             block = raw.rows.reshape(-1, format.file_bytes)[-1]
             block[place : place + 2] = np.array([number], np.float16).view(np.uint8)
-            assert not raw.is_finite and not np.isfinite(raw.floats()).all()
+            assert not raw.is_finite
+            assert not np.isfinite(raw.floats()).all()
 
 
 @EACH_FORMAT
@@ -196,7 +197,8 @@ def test_rows_near_zero_have_finite_products_of_the_same_bits(format: Format) ->
         for name in instructions():
             assert library().use(name.encode()) == 0
             products.append(PackedMatrix.pack(raw, None, int8_rows).multiply(x))
-            assert np.abs(products[-1][0]).max() < 1e-30 and np.isfinite(products[-1]).all(), name
+            assert np.abs(products[-1][0]).max() < 1e-30, name
+            assert np.isfinite(products[-1]).all(), name
             assert np.array_equal(products[-1], products[0]), name
 
 
@@ -283,7 +285,8 @@ def test_any_number_of_threads_gives_the_same_bits(format: Format) -> None:
         for count in (1, 2, 3):
             library().threads(count)
             products.append(PackedMatrix.pack(raw, None, int8_rows).multiply(x))
-        assert np.array_equal(products[0], products[1]) and np.array_equal(products[0], products[2])
+        assert np.array_equal(products[0], products[1])
+        assert np.array_equal(products[0], products[2])
 
 
 @pytest.mark.parametrize("shape", [(97, 24), (33, 40), (5, 7), (1, 1)])
@@ -304,7 +307,8 @@ def test_floats_of_any_shape_are_multiplied_and_looked_up(shape: tuple[int, int]
 def test_rounding_keeps_the_numbers_nearly(format: Format, bound: float) -> None:
     raw = random_matrix(Format.F32, 20, 72)
     ours = raw.rounded(format)
-    assert ours.inputs == 96 and error_of(ours.floats()[:, :72], raw.floats()) < bound
+    assert ours.inputs == 96
+    assert error_of(ours.floats()[:, :72], raw.floats()) < bound
     x = random_rows(3, 72)  # narrower than the matrix
     PackedMatrix.pack(ours).multiply(np.full((3, 96), np.nan, np.float32))  # leaves nothing behind
     product, expected = PackedMatrix.pack(ours).multiply(x), x @ ours.floats()[:, :72].T
@@ -332,9 +336,8 @@ def test_the_best_outputs_are_found_with_all_instructions(
             order = scores.argsort(dim=-1, descending=True, stable=True)[:, :width]
             log_p = scores if temperature is None else (scores / temperature).log_softmax(-1)
             expected = log_p.gather(1, order)
-            assert values.shape == (rows, min(width, 1003)) and torch.allclose(
-                values, expected, rtol=1e-4, atol=1e-3
-            )
+            assert values.shape == (rows, min(width, 1003))
+            assert torch.allclose(values, expected, rtol=1e-4, atol=1e-3)
             assert torch.allclose(log_p.gather(1, ids), expected, rtol=1e-4, atol=1e-3)
             assert all(len(set(row)) == len(row) for row in ids.tolist())
             if width > 1:
@@ -354,9 +357,8 @@ def test_zeros_and_large_numbers_are_rounded() -> None:
     values[1], values[2, 0] = -3.5, 6e4
     for format in (Format.Q8_0, Format.Q4_1):
         floats = RawMatrix.of(values).rounded(format).floats()
-        assert np.isfinite(floats).all() and np.allclose(
-            floats, values, rtol=1e-2, atol=1e-2 * np.abs(values).max(1)[:, None]
-        )
+        assert np.isfinite(floats).all()
+        assert np.allclose(floats, values, rtol=1e-2, atol=1e-2 * np.abs(values).max(1)[:, None])
     matrix = PackedMatrix.pack(RawMatrix.of(values).rounded(Format.Q8_0), int8_rows=True)
     assert np.array_equal(
         matrix.multiply(np.zeros((2, 32), np.float32)), np.zeros((2, 3), np.float32)
@@ -387,7 +389,8 @@ def test_a_packed_linear_layer_computes_nearly_what_the_plain_one_does(bias: boo
         linear, x = torch.nn.Linear(inputs, 50, bias=bias), torch.randn(2, 3, inputs)
         with torch.inference_mode():
             ours, theirs = packed_linear(linear.weight, linear.bias)(x), linear(x)
-        assert ours.shape == theirs.shape and float((ours - theirs).norm() / theirs.norm()) < 0.12
+        assert ours.shape == theirs.shape
+        assert float((ours - theirs).norm() / theirs.norm()) < 0.12
 
 
 # ---- passes
@@ -483,9 +486,8 @@ def assert_same_bits(backbone: Backbone, text: torch.Tensor, starts: Any) -> Non
             forward(backbone, text[done:start], cache, logits="none")
         cache.truncate(0, start)
         out = forward(backbone, text[start : start + 1], cache)
-        assert torch.equal(out.logits[0], logits[start]) and torch.equal(
-            out.hidden[0], hidden[start]
-        ), start
+        assert torch.equal(out.logits[0], logits[start]), start
+        assert torch.equal(out.hidden[0], hidden[start]), start
         assert torch.equal(out.logits[0].argmax(), logits[start].argmax())
         cache.truncate(0, start)
         nodes = torch.full((TREE.size,), 7)
@@ -573,7 +575,8 @@ def test_any_number_of_threads_and_every_instruction_set_gives_a_pass_the_same_b
                 out = forward(backbone, text)
                 passes.append((out.logits.clone(), out.hidden))
         for logits, hidden in passes:
-            assert torch.equal(logits, passes[0][0]) and torch.equal(hidden, passes[0][1]), kind
+            assert torch.equal(logits, passes[0][0]), kind
+            assert torch.equal(hidden, passes[0][1]), kind
 
 
 def test_the_cache_keeps_swaps_truncates_and_grows() -> None:
@@ -587,20 +590,20 @@ def test_the_cache_keeps_swaps_truncates_and_grows() -> None:
     nodes[PATH] = text[30:34]
     forward(backbone, nodes, cache, TREE, slot=2)
     cache.keep(2, PATH)
-    assert cache.lengths == [0, 0, 34] and torch.equal(rows_of(cache, 2), rows[:, :, :, :34])
+    assert cache.lengths == [0, 0, 34]
+    assert torch.equal(rows_of(cache, 2), rows[:, :, :, :34])
     forward(backbone, text[:5], cache, slot=0)
     cache.swap(0, 2)
     assert cache.lengths == [34, 0, 5]
-    assert torch.equal(rows_of(cache, 0), rows[:, :, :, :34]) and torch.equal(
-        rows_of(cache, 2), rows[:, :, :, :5]
-    )
+    assert torch.equal(rows_of(cache, 0), rows[:, :, :, :34])
+    assert torch.equal(rows_of(cache, 2), rows[:, :, :, :5])
     cache.truncate(0, 17)
     before = cache.capacity
     cache.reserve(before + 1)
-    assert cache.capacity > before and cache.capacity % 16 == 0
-    assert torch.equal(rows_of(cache, 0), rows[:, :, :, :17]) and torch.equal(
-        rows_of(cache, 2), rows[:, :, :, :5]
-    )
+    assert cache.capacity > before
+    assert cache.capacity % 16 == 0
+    assert torch.equal(rows_of(cache, 0), rows[:, :, :, :17])
+    assert torch.equal(rows_of(cache, 2), rows[:, :, :, :5])
     forward(backbone, text[17:], cache, slot=0)
     assert torch.equal(rows_of(cache, 0), rows)
     assert cache.nbytes == cache.keys.nbytes + cache.values.nbytes
@@ -642,7 +645,8 @@ def test_greedy_output_over_drafts_is_plain_decodings(kind: str) -> None:
     expected = tokens_of(generate_plain(backbone, PROMPT, **rules))
     for tree in (Tree.dense([3, 2, 2, 1]), Tree.dense([8, 6])):
         steps = list(generate(backbone, Oracle(expected, 0.6), tree, PROMPT, **rules))
-        assert tokens_of(steps) == expected and len(steps) < 50
+        assert tokens_of(steps) == expected
+        assert len(steps) < 50
     prompts = [PROMPT, list(range(5, 200)), [8]]
     together = generate_batch(
         backbone, medusa_drafter(backbone), TREE, prompts, batch_size=2, **rules
@@ -689,7 +693,8 @@ def test_a_forked_process_makes_its_own_threads() -> None:
     child = context.Process(target=work, args=(queue,))
     child.start()
     child.join(60)
-    assert child.exitcode == 0 and queue.get()
+    assert child.exitcode == 0
+    assert queue.get()
     assert (matrix.multiply(rows) == expected).all()
 
 
@@ -773,7 +778,8 @@ def test_variant_gives_its_networks_logits_with_the_same_bits_everywhere(
     forward(backbone, text[:41], cache, slot=2, logits="none")
     rows = torch.stack([text[30:35], text[41:46]])
     out = backbone.engine.forward(Plan(rows, None, None, first=1), cache)
-    assert torch.equal(out.logits[0], whole[30:35]) and torch.equal(out.logits[1], whole[41:46])
+    assert torch.equal(out.logits[0], whole[30:35])
+    assert torch.equal(out.logits[1], whole[41:46])
     for name in instructions():
         library().use(name.encode())
         for count in (1, 3):
@@ -942,7 +948,8 @@ def test_layers_that_share_keys_have_no_rows_of_their_own() -> None:
     backbone = variant_of("gemma4_text")
     description, cache = backbone.engine.model.description, backbone.engine.new_cache(2, 16)
     assert [layer.place for layer in description.layers] == [0, 1, 0, 1]
-    assert cache.layers == 2 and {dim for _, dim in cache.shapes.values()} == {16, 32}
+    assert cache.layers == 2
+    assert {dim for _, dim in cache.shapes.values()} == {16, 32}
     assert cache.nbytes == 16 * 2 * backbone.engine.row_bytes
     text = text_of(40, 128)
     forward(backbone, text, cache, slot=1)
@@ -1088,7 +1095,8 @@ def test_weights_are_packed_once(model: str, apart: Path) -> None:
     [file] = apart.iterdir()
     written = file.stat().st_mtime_ns
     second = load(model)
-    assert file.stat().st_mtime_ns == written and list(apart.iterdir()) == [file]
+    assert file.stat().st_mtime_ns == written
+    assert list(apart.iterdir()) == [file]
     assert second.engine.model.packed.memory is not None
     assert torch.equal(logits_of(first), logits_of(second))
     load(model, quantize="int8")
@@ -1112,7 +1120,8 @@ def test_large_weights_are_read_in_pieces_onto_aligned_memory(
     data = np.random.default_rng(0).integers(0, 256, 5_000_001, np.uint8)
     (tmp_path / "file").write_bytes(data.tobytes())
     read = bytes_of(tmp_path / "file")
-    assert np.array_equal(read, data) and read.ctypes.data % 64 == 0
+    assert np.array_equal(read, data)
+    assert read.ctypes.data % 64 == 0
 
 
 def cut(data: bytes) -> bytes:
@@ -1150,7 +1159,8 @@ def test_a_damaged_file_of_packed_weights_is_written_again(
     file.write_bytes(DAMAGE[kind](whole))
     assert kind in ("zeros",) or file.read_bytes() != whole
     assert torch.equal(logits_of(load(model)), expected)
-    assert file.read_bytes() == whole and list(apart.iterdir()) == [file]
+    assert file.read_bytes() == whole
+    assert list(apart.iterdir()) == [file]
 
 
 def test_weights_that_cannot_be_kept_are_packed_in_memory(model: str, apart: Path) -> None:
@@ -1166,7 +1176,8 @@ def test_a_changed_model_is_packed_again(tmp_path: Path, apart: Path) -> None:
     before = logits_of(load(save_model(tmp_path / "model")))
     after = logits_of(load(save_model(tmp_path / "model", seed=1)))
     # The old file is removed, as nothing would ever use it.
-    assert not torch.equal(before, after) and len(list(apart.iterdir())) == 1
+    assert not torch.equal(before, after)
+    assert len(list(apart.iterdir())) == 1
 
 
 def fail(*arguments: Any) -> Any:
@@ -1180,8 +1191,10 @@ def test_a_later_start_builds_no_network(
     tokens = plain(first, 20)
     monkeypatch.setattr("medusa_cli.model.load.check_architecture", fail)
     second = load(model)
-    assert torch.equal(logits_of(first), logits_of(second)) and plain(second, 20) == tokens
-    assert first.identity == second.identity and first.eos_ids == second.eos_ids
+    assert torch.equal(logits_of(first), logits_of(second))
+    assert plain(second, 20) == tokens
+    assert first.identity == second.identity
+    assert first.eos_ids == second.eos_ids
 
 
 def test_a_network_is_built_when_it_is_read(model: str, apart: Path) -> None:
@@ -1220,7 +1233,8 @@ def test_rotary_tables_that_change_with_the_text_are_those_of_the_context(
 )
 def test_a_twin_has_layers_of_every_kind(kinds: list[str]) -> None:
     chosen = twin._chosen_kinds(kinds, 0)
-    assert set(chosen) == set(kinds) and len(chosen) < len(kinds)
+    assert set(chosen) == set(kinds)
+    assert len(chosen) < len(kinds)
 
 
 def test_a_changed_config_is_verified_again(tmp_path: Path, apart: Path) -> None:
@@ -1274,11 +1288,9 @@ def test_without_the_library_the_eager_engine_runs(model: str, not_compiled: Non
     )
     assert tokens_of(drafted) == expected
     document = medusa_json("machine", "--model", model, "--context", "9", "--dtype", "fp32")
-    assert (
-        document["instructions"] == []
-        and "compiled" in document["native"]
-        and "eager" in document["engine"]
-    )
+    assert document["instructions"] == []
+    assert "compiled" in document["native"]
+    assert "eager" in document["engine"]
     for options in ({"engine": "native"}, {"quantize": "int8"}):
         with pytest.raises(UsageError, match="compiled"):
             load_backbone(model, LoadOptions(dtype="fp32", **options))
@@ -1324,8 +1336,10 @@ def test_an_unknown_instruction_set_is_named_in_one_line(
     words = ["--engine", "native", "--lookup", "--prompt", "w1"]
     done = medusa("chat", "--model", model, *words, exit_code=None)
     assert done.exit_code in (1, 2)
-    assert "pentium" in done.stderr and known[0] in done.stderr
-    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert "pentium" in done.stderr
+    assert known[0] in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_a_named_instruction_set_is_used() -> None:
@@ -1336,9 +1350,11 @@ def test_a_named_instruction_set_is_used() -> None:
 
 def test_the_machine_says_what_runs_a_model(model: str) -> None:
     document = medusa_json("machine", "--model", model, "--context", "9,40")
-    assert document["engine"].startswith("native") and document["row_invariant"] is True
+    assert document["engine"].startswith("native")
+    assert document["row_invariant"] is True
     assert f"{instruction_set()})" in document["engine"]
-    assert document["instructions"] == instructions() and list(document["contexts"]) == ["9", "40"]
+    assert document["instructions"] == instructions()
+    assert list(document["contexts"]) == ["9", "40"]
     assert document["weight_bytes"] > 0
 
 
@@ -1346,13 +1362,16 @@ def test_digests_are_those_of_all_instruction_sets(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     document = medusa_json("machine", "--digest", "--model", model)
-    assert list(document["digests"]) == instructions() and len({*document["digests"].values()}) == 1
-    assert document["published"] is None and document["equal"] is True
+    assert list(document["digests"]) == instructions()
+    assert len({*document["digests"].values()}) == 1
+    assert document["published"] is None
+    assert document["equal"] is True
     monkeypatch.setitem(PUBLISHED, model, "0" * 16)
     assert instructions()[0] in medusa("machine", "--digest", "--model", model, exit_code=1).stdout
     # Nothing is published for numbers of another type.
     rounded = medusa_json("machine", "--digest", "--model", model, "--dtype", "bf16")
-    assert rounded["published"] is None and rounded["digests"] != document["digests"]
+    assert rounded["published"] is None
+    assert rounded["digests"] != document["digests"]
 
 
 def test_digests_need_the_native_engine(model: str) -> None:
@@ -1373,7 +1392,8 @@ def test_refused_memory_is_an_error_of_one_pass(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     refused, same = run.stdout.split()
-    assert int(refused) > 5 and same == "True"
+    assert int(refused) > 5
+    assert same == "True"
 
 
 def test_rotary_tables_grow_in_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,8 @@ def test_native_levels_compute_what_the_plain_layer_does(own: dict[str, Any]) ->
     head = packed_linear(torch.randn(24, 64))
     norm = torch.nn.RMSNorm(64, eps=1e-5).requires_grad_(False)
     norm.weight.uniform_(0.5, 1.5)
-    assert isinstance(native, NativeDecoderLayer) and isinstance(head, NativeLinear)
+    assert isinstance(native, NativeDecoderLayer)
+    assert isinstance(head, NativeLinear)
     ids = torch.randperm(40)[:24]
     # The second tree does not grow in the last level.
     levels = [
@@ -122,7 +123,8 @@ def test_native_levels_compute_what_the_plain_layer_does(own: dict[str, Any]) ->
             scores, best = ours.extend(depth, *level, tokens.tolist(), 3, None)
             assert (ours.states - expected[depth - 1]).norm() < 0.06 * expected[depth - 1].norm()
             again, rows = head.guess(ours.states, 3, None, norm)
-            assert torch.equal(scores, again) and torch.equal(best, ids[rows])
+            assert torch.equal(scores, again)
+            assert torch.equal(best, ids[rows])
     # The vocabulary lacks the token.
     with pytest.raises(ValueError, match="internal"):
         ours.extend(4, [1, 0, 0], [0], [40], 3, None)
@@ -150,7 +152,8 @@ def test_long_chains_are_added_in_pieces_with_the_same_bits(
         outputs.append(layer.extend(states, places, caches[-1], embedded))
         fresh = [LayerRows(), LayerRows()]
         ends.append(layer.extend(states, places, fresh, embedded, last=True))
-    assert torch.equal(*outputs) and torch.equal(*ends)
+    assert torch.equal(*outputs)
+    assert torch.equal(*ends)
     assert torch.equal(ends[0], outputs[0][[4, 44]])
     for whole, in_pieces in zip(*caches, strict=True):
         assert whole.length == in_pieces.length

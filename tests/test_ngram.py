@@ -124,7 +124,8 @@ def test_matches_are_those_of_brute_force(seed: int) -> None:
 
 
 def test_no_match_without_repetition_and_a_period_goes_on() -> None:
-    assert index().find([1, 2, 3], 4) == [] and index().find([1], 2) == []
+    assert index().find([1, 2, 3], 4) == []
+    assert index().find([1], 2) == []
     assert [match.tokens for match in index().find([7, 7, 7], 7)] == [(7,) * MAX_TOKENS]
     assert index().find([1, 2, 3, 1, 2], 3)[0].tokens[:7] == (1, 2, 3, 1, 2, 3, 1)
 
@@ -151,7 +152,8 @@ def test_failed_matches_are_drafted_again_once_they_are_right() -> None:
         record(policy, text, [ROUND[1] if right else 63])
         return sum(map(len, paths))
 
-    assert drafted(False) and not [drafted(False) for _ in range(60)][-1]
+    assert drafted(False)
+    assert not [drafted(False) for _ in range(60)][-1]
     assert [drafted(True) for _ in range(60)][-1]
 
 
@@ -161,7 +163,9 @@ def test_static_tree_keeps_its_size_and_its_likeliest_nodes() -> None:
     text = begin(policy, [5, 9, 20, 11, 7, 9, 33, 5], 9)  # matches of 5 9, and of 9 alone
     [(fewer, paths)] = policy.next([text])
     count = sum(map(len, paths))
-    assert isinstance(fewer, Tree) and len(paths) == 2 and fewer.size + count == tree.size
+    assert isinstance(fewer, Tree)
+    assert len(paths) == 2
+    assert fewer.size + count == tree.size
     assert (
         sorted(node_values(fewer, ACCURACIES), reverse=True)
         == sorted(values, reverse=True)[: fewer.size]
@@ -179,16 +183,20 @@ def test_dynamic_tree_shares_its_budget() -> None:
     tree = DynamicTree(12, 3)
     policy = DynamicTreePolicy(tree, ngrams=True)
     [(fewer, [path])] = policy.next([begin(policy, ROUND, ROUND[0])])
-    assert path and fewer == replace(tree, budget=12 - len(path)) and len(path) <= 6
+    assert path
+    assert fewer == replace(tree, budget=12 - len(path))
+    assert len(path) <= 6
 
 
 def test_paths_are_added_and_no_node_twice() -> None:
     tree = Tree.from_choices([[0], [1], [0, 0]])  # nodes 1 and 2 below the root, 3 below 1
     draft = Draft(torch.tensor([9, 4, 5, 6]), tree)
     known = add_paths(draft, [(4, 6)])
-    assert known.tree == tree and known.looked_up == 2
+    assert known.tree == tree
+    assert known.looked_up == 2
     more = add_paths(draft, [(4, 7, 8), (4, 7, 1)])
-    assert more.tokens.tolist() == [9, 4, 5, 6, 7, 8, 1] and more.tree.parents == (
+    assert more.tokens.tolist() == [9, 4, 5, 6, 7, 8, 1]
+    assert more.tree.parents == (
         -1,
         0,
         0,
@@ -199,7 +207,8 @@ def test_paths_are_added_and_no_node_twice() -> None:
     )
     assert len({tuple(path) for path in more.tree.choices}) == 6  # every node has a path of its own
     alone = add_paths(Draft(torch.tensor([9]), Tree.root_only()), [(1, 2)])
-    assert alone.tree == Tree.chain(2) and alone.looked_up == 2
+    assert alone.tree == Tree.chain(2)
+    assert alone.looked_up == 2
 
 
 def test_adaptive_policy_drafts_as_many_matched_tokens_as_pay() -> None:
@@ -254,9 +263,8 @@ def test_batch_drafts_what_pays_best_together(
             )
     drafts = [(tree.size, count) for tree, count in policy.weigh_matches(chances)]
     assert all(chance or not count for chance, (_, count) in zip(chances, drafts, strict=True))
-    assert rate(drafts) >= 0.96 * max(map(rate, every)) and rate(drafts) >= rate(
-        [(now.size, 0)] * len(chances)
-    )
+    assert rate(drafts) >= 0.96 * max(map(rate, every))
+    assert rate(drafts) >= rate([(now.size, 0)] * len(chances))
 
 
 def test_matches_of_one_sequence_do_not_hide_the_acceptance_of_another() -> None:
@@ -266,7 +274,8 @@ def test_matches_of_one_sequence_do_not_hide_the_acceptance_of_another() -> None
         nodes = policy.next(texts)[0][0].size
         repeats = Step([1] * 9, 9, tuple(range(9)), 0.001, 0.005, looked_up=8)
         policy.record(texts, [repeats, Step([1], nodes, (0,), 0.001, 0.005)])
-    assert texts[1].draft.acceptance.ratio < 0.1 and texts[0].draft.acceptance.ratio == 1.0
+    assert texts[1].draft.acceptance.ratio < 0.1
+    assert texts[0].draft.acceptance.ratio == 1.0
 
 
 def test_forks_share_priors_and_not_sequences() -> None:
@@ -279,7 +288,8 @@ def test_forks_share_priors_and_not_sequences() -> None:
             accepted = share * tree.max_depth
             path = tuple(range(accepted + 1))
             fork.record([text], [Step([1] * len(path), tree.size, path, verify_s=0.01)])
-    assert first.size == 1 and second.size == TREE.size
+    assert first.size == 1
+    assert second.size == TREE.size
     for _ in range(40):
         first.begin(Sampling()).ngrams.trust[4].update(16, 0)
     assert second.begin(Sampling()).ngrams.trust[4].ratio < PRIOR_BY_LENGTH[4]
@@ -374,7 +384,8 @@ def test_drafter_that_skipped_steps_drafts_what_it_would_have(kind: str) -> None
         drafts([Tree.root_only(), Tree.root_only(), SPARSE.truncate(3)]),
     )
     common = always.keys() & rarely.keys()
-    assert len(common) > 5 and len(always) > len(rarely)
+    assert len(common) > 5
+    assert len(always) > len(rarely)
     assert all(rarely[length] == always[length] for length in common)
 
 
@@ -396,4 +407,5 @@ def test_chat_says_that_lookup_has_no_effect_with_firp(tmp_path: Path, tree: str
         "--max-new-tokens",
         "4",
     )
-    assert "firp" in result.stderr and "--lookup" in result.stderr
+    assert "firp" in result.stderr
+    assert "--lookup" in result.stderr

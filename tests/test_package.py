@@ -53,7 +53,8 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: list[str]) -> None:
 
 def test_every_recipe_is_in_the_wheel(wheel: list[str]) -> None:
     names = {Path(name).name for name in wheel if "share/medusa-cli/recipes/" in name}
-    assert names == {path.name for path in (ROOT / "recipes").iterdir()} and "vicuna.jinja" in names
+    assert names == {path.name for path in (ROOT / "recipes").iterdir()}
+    assert "vicuna.jinja" in names
 
 
 FUNCTIONS = [f"medusa_{name}" for name in SIGNATURES]
@@ -133,7 +134,8 @@ def test_a_library_must_fit_the_platform_of_its_wheel(data: bytes, tag: str, fau
 
 def test_the_library_of_this_machine_has_the_functions_that_are_bound() -> None:
     compiled = read_library(COMPILED.read_bytes())
-    assert compiled.exports >= {*FUNCTIONS} and compiled.machine == platform.machine()
+    assert compiled.exports >= {*FUNCTIONS}
+    assert compiled.machine == platform.machine()
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,8 @@ def test_chat_runs_without_any_extra(tmp_path: Path) -> None:
         "from medusa_cli.cli import main; main()"
     )
     done = python(code)
-    assert done.returncode == 0 and '"tokens": 6' in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert '"tokens": 6' in done.stdout, done.stderr
 
 
 @pytest.mark.quick("uvicorn-serve-words4")
@@ -244,7 +247,8 @@ def test_a_command_names_the_extra_it_misses(
             "w1",
         ]
     message = " ".join(medusa(*words, exit_code=1).stderr.split())
-    assert package in message and message.endswith(install_line(extra))
+    assert package in message
+    assert message.endswith(install_line(extra))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +262,8 @@ def test_an_extra_is_added_by_the_program_that_made_the_environment(
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(extras, "installed_from", lambda: ("medusa-cli", False))
     line = install_line("serve")
-    assert line.split()[0] == program and line.endswith("'medusa-cli[serve]'")
+    assert line.split()[0] == program
+    assert line.endswith("'medusa-cli[serve]'")
 
 
 @pytest.mark.parametrize(
@@ -330,7 +335,8 @@ def test_a_tree_is_saved_without_its_picture(
     run = save_run(tmp_path / "run", save_model(tmp_path / "model"), tree=None, calibrated=True)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     medusa("tree", "--run", f"{run.path}/", "--budget", "5")
-    assert run.tree_path.is_file() and not run.tree_path.with_suffix(".png").exists()
+    assert run.tree_path.is_file()
+    assert not run.tree_path.with_suffix(".png").exists()
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,8 @@ def test_prompt_takes_a_free_slot_and_moves_no_other(monkeypatch: pytest.MonkeyP
     assert decoder.free_slots == 1
     late, step = decoder.admit(Request([12, 13], **RULES))
     steps = [step, *(step for own, step in [*decoder.step(), *decoder.step()] if own is late)]
-    assert moved == [] and decoder.sequences[0] is late
+    assert moved == []
+    assert decoder.sequences[0] is late
     plain = tokens_of(generate_plain(backbone, [12, 13], **RULES))
     assert tokens_of(steps) == plain[:3]
 
@@ -227,7 +228,8 @@ def test_cancelled_answer_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) ->
     rows.clear()
     prompt = [*OPENING, *partial, 7, 8]
     tokens = tokens_of(answer(decoder, prompt, **RULES))
-    assert rows[0] == 3 and tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
+    assert rows[0] == 3
+    assert tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 
 @pytest.mark.quick("None-eager")
@@ -267,19 +269,23 @@ def test_rows_survive_growing_keeping_swapping_and_truncating(engine: str) -> No
     forward(backbone, range(20, 26), cache, tree, slot=0)
     assert cache.lengths == [10, 4]  # a tree's rows stay once they are kept
     cache.keep(0, [0, 2, 5])
-    assert cache.lengths == [13, 4] and torch.equal(rows_of(cache, 0)[:, :, :, :10], before[0])
+    assert cache.lengths == [13, 4]
+    assert torch.equal(rows_of(cache, 0)[:, :, :, :10], before[0])
     alone = backbone.engine.new_cache(1, 64)
     forward(backbone, [*OPENING, 20, 22, 25], alone)
     assert torch.allclose(rows_of(cache, 0), rows_of(alone), atol=1e-4)
     whole = rows_of(cache, 0).clone()
     cache.swap(0, 1)
     assert cache.lengths == [4, 13]
-    assert torch.equal(rows_of(cache, 0), before[1]) and torch.equal(rows_of(cache, 1), whole)
+    assert torch.equal(rows_of(cache, 0), before[1])
+    assert torch.equal(rows_of(cache, 1), whole)
     capacity = cache.capacity
     cache.reserve(4 * capacity)
-    assert cache.capacity == 4 * capacity and torch.equal(rows_of(cache, 1), whole)
+    assert cache.capacity == 4 * capacity
+    assert torch.equal(rows_of(cache, 1), whole)
     cache.truncate(1, 10)
-    assert cache.lengths == [4, 10] and torch.equal(rows_of(cache, 1), before[0])
+    assert cache.lengths == [4, 10]
+    assert torch.equal(rows_of(cache, 1), before[0])
     cache.truncate(1, 12)  # nothing to forget
     assert cache.lengths == [4, 10]
 
@@ -306,7 +312,8 @@ def test_copied_rows_and_states_have_the_bits_of_run_ones(engine: str, model: st
     for start, end, rows in parts:
         cache.fill(1, start, end, rows)
     cache.set_states(1, states)
-    assert cache.lengths == [50, 37] and cache.reusable(1, 37) == 37
+    assert cache.lengths == [50, 37]
+    assert cache.reusable(1, 37) == 37
     assert torch.equal(forward(backbone, text[37:], cache, slot=1).logits, expected)
     with torch.inference_mode():
         cache.truncate(1, 37)
@@ -411,13 +418,15 @@ def test_memory_is_shared_by_slots_of_a_lazy_cache(monkeypatch: pytest.MonkeyPat
     assert decoder.has_room(long)
     first, _ = decoder.admit(long)
     # Each sequence counts with its maximum length.
-    assert not decoder.has_room(long) and decoder.has_room(short)
+    assert not decoder.has_room(long)
+    assert decoder.has_room(short)
     while not first.done:
         decoder.step()
     give(0)
     # The rows of the finished one are in memory already.
     again = Request(first.tokens[:100], 5, stop_ids=())
-    assert decoder.has_room(again) and decoder.admit(again)[0].reused
+    assert decoder.has_room(again)
+    assert decoder.admit(again)[0].reused
     with pytest.raises(UserError, match="max_new_tokens"):
         decoder.admit(long)
 

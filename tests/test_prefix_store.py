@@ -79,7 +79,8 @@ def test_answers_after_a_restart_have_the_same_bits(
     rows.clear()
     decoder = decoder_of(backbone, drafter, tree, slots=2, store=again)
     tokens, likelihoods, reused = run(decoder, later)
-    assert rows[0] <= 5 and reused >= len(later) - 5
+    assert rows[0] <= 5
+    assert reused >= len(later) - 5
     assert tokens == expected[0]
     assert likelihoods == expected[1]
 
@@ -150,7 +151,8 @@ def test_other_sequences_take_steps_while_files_are_read(
     pieces = decoder.prefill(Request(TEXT[:310], 5, stop_ids=()))
     for _ in range(10):
         sequence, step = next(pieces)
-        assert step is None and not sequence.tokens
+        assert step is None
+        assert not sequence.tokens
         decoder.step()
     assert len(running.tokens) > 10
     gate.set()
@@ -196,7 +198,8 @@ def test_a_file_that_vanishes_is_run_again(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(store, "_read", vanishing)
     tokens, _, reused = run(decoder_of(backbone, store=store), TEXT[:210])
-    assert tokens == expected and reused == BLOCK
+    assert tokens == expected
+    assert reused == BLOCK
 
 
 def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
@@ -356,7 +359,8 @@ def test_damaged_and_hostile_files_do_no_harm(
         tokens, likelihoods, reused = run(decoder_of(backbone, store=store), TEXT[:160])
         assert (tokens, likelihoods) == expected[:2]
         lines = [record.getMessage() for record in caplog.records]
-        assert len(lines) <= 1 and not any("\n" in line for line in lines)
+        assert len(lines) <= 1
+        assert not any("\n" in line for line in lines)
         restored += reused > 0
     assert 0 < restored < count
     assert len(os.listdir("/proc/self/fd")) <= handles + 2
@@ -378,14 +382,18 @@ def test_rows_that_do_not_fit_the_cache_are_dropped(tmp_path: Path) -> None:
         store.write(segment, forged)
         store.finish()
         tokens, _, reused = run(decoder_of(backbone, store=store), TEXT[:160])
-        assert tokens == expected and reused == 0
+        assert tokens == expected
+        assert reused == 0
         assert not (tmp_path / segment.name).exists()
 
 
 def test_random_requests_are_answered_as_by_plain_decoding() -> None:
     counts, faults = fuzz(number=7, answers=60)
-    assert not faults and counts["answers"] >= 60
-    assert counts["tokens from drafts"] and counts["tokens from files"] and counts["cancelled"]
+    assert not faults
+    assert counts["answers"] >= 60
+    assert counts["tokens from drafts"]
+    assert counts["tokens from files"]
+    assert counts["cancelled"]
 
 
 def test_a_store_needs_a_folder_and_exact_rows(tmp_path: Path) -> None:

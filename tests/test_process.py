@@ -109,7 +109,9 @@ def test_a_mac_tells_its_memory(mac: Path) -> None:
     device.keep_freed_memory()
     device.return_freed_memory()
     memory = pages.aligned(4 << 20)
-    assert memory.nbytes == 4 << 20 and memory.ctypes.data % 64 == 0 and not memory.any()
+    assert memory.nbytes == 4 << 20
+    assert memory.ctypes.data % 64 == 0
+    assert not memory.any()
 
 
 def test_a_mac_takes_dropped_pages_back(mac: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +236,8 @@ def test_torch_keeps_a_quota_and_all_threads_the_priority(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["torch"] == 1
-    assert len(seen["nice"]) >= 3 and set(seen["nice"]) == {min(19, os.nice(0) + 3)}
+    assert len(seen["nice"]) >= 3
+    assert set(seen["nice"]) == {min(19, os.nice(0) + 3)}
 
 
 INTERRUPTED = """
@@ -271,8 +274,10 @@ def test_ctrl_c_while_modules_are_imported_is_one_line() -> None:
     codes = [line.split()[1:] for line in done.stdout.splitlines()]
     interrupted = codes.count(["130", "False"])
     # An import that is interrupted late may come after the command's end.
-    assert interrupted >= 4 and codes[:4] == [["130", "False"]] * 4, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr and done.stderr.count("interrupted\n") == interrupted
+    assert interrupted >= 4, done.stdout + done.stderr
+    assert codes[:4] == [["130", "False"]] * 4, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("interrupted\n") == interrupted
 
 
 def run_with_closed_streams(lines: list[list[str]], results: Path) -> None:
@@ -302,8 +307,10 @@ def test_commands_run_with_closed_standard_streams(tmp_path: Path) -> None:
     child.start()
     child.join()
     codes, streams = json.loads((tmp_path / "codes").read_text())
-    assert codes.pop("--version") == 0 and codes.pop("chat") == 0
-    assert set(codes.values()) == {2} and len(codes) > 10
+    assert codes.pop("--version") == 0
+    assert codes.pop("chat") == 0
+    assert set(codes.values()) == {2}
+    assert len(codes) > 10
     assert streams == [os.devnull] * 3
 
 

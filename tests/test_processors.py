@@ -209,9 +209,8 @@ def test_second_turn_over_cached_rows_counts_the_whole_text() -> None:
         tokens = list(step.tokens)
         while not sequence.done:
             tokens += tokens_of(step for _, step in decoder.step())
-        assert sequence.reused >= reused and tokens == theirs(
-            "llama", prompt, **arguments(options, prompt)
-        )
+        assert sequence.reused >= reused
+        assert tokens == theirs("llama", prompt, **arguments(options, prompt))
         prompt = [*prompt, *tokens, 8, 30]
 
 
@@ -247,10 +246,8 @@ def test_sampled_answers_do_not_depend_on_drafts(sampling: Sampling) -> None:
         ours(backbone, plain, **rules)
     else:  # accepts plausible tokens, but none that the processors forbid
         tokens = tokens_of(generate(backbone, Oracle(plain, 0.6), SPARSE, PROMPT, **rules))
-        assert (
-            len({*zip(tokens, tokens[1:], strict=False)}) == len(tokens) - 1
-            and tokens[:2] == plain[:2]
-        )
+        assert len({*zip(tokens, tokens[1:], strict=False)}) == len(tokens) - 1
+        assert tokens[:2] == plain[:2]
 
 
 def test_typical_acceptance_reads_each_node_after_its_path() -> None:
@@ -321,7 +318,8 @@ def test_models_own_min_p_is_taken_in_sampling() -> None:
     backbone = configured("llama", {"min_p": 1.0})
     processors = sequence_processors(backbone, PROMPT, 9, [2], sampling, options)
     logits = torch.arange(64.0)
-    assert processors is not None and int(processors(logits).isfinite().sum()) == 1
+    assert processors is not None
+    assert int(processors(logits).isfinite().sum()) == 1
     rules = {"max_new_tokens": COUNT, "sampling": sampling}
     assert tokens_of(generate(backbone, None, None, PROMPT, **rules)) == theirs("llama", PROMPT)
 
@@ -362,7 +360,8 @@ def test_loading_names_what_is_not_done_and_refuses_what_is_not_valid(
         for record in caplog.records
         if "config" in record.getMessage()
     }
-    assert "num_beams" in named["WARNING"] and "temperature" in named["INFO"]
+    assert "num_beams" in named["WARNING"]
+    assert "temperature" in named["INFO"]
     assert medusa.generate(PROMPT, max_new_tokens=COUNT).tokens == theirs(
         "llama", PROMPT, {"repetition_penalty": 1.3}
     )
@@ -385,5 +384,6 @@ def test_top_k_holds_beside_a_processor_between_temperature_and_truncation() -> 
     backbone.generation_config.top_h = 0.9
     sampling = Sampling("exact", 0.7, top_k=1)
     processors = sequence_processors(backbone, [5], 9, backbone.eos_ids, sampling, LogitsOptions())
-    assert processors is not None and processors.truncates
+    assert processors is not None
+    assert processors.truncates
     assert int(processors(torch.randn(backbone.vocab_size)).isfinite().sum()) == 1

@@ -124,7 +124,8 @@ def test_end_of_a_long_conversation_is_learned_with_all_that_came_before_it(name
         torch.equal(getattr(ours, key), getattr(theirs, key))
         for key in ("next", "segment", "sequence")
     )
-    assert torch.allclose(ours.hidden, theirs.hidden) and len(ours.next) == len(tokens) - 1
+    assert torch.allclose(ours.hidden, theirs.hidden)
+    assert len(ours.next) == len(tokens) - 1
 
 
 def test_prompts_beside_answers_change_nothing_for_heads_that_do_not_see_them(
@@ -142,7 +143,8 @@ def test_prompts_beside_answers_change_nothing_for_heads_that_do_not_see_them(
         loss = drafter_loss(heads, backbone, batch, TrainRecipe())
         losses.append((float(loss.total.detach()), loss.counted.tolist()))
         figures.append(measure(backbone, heads, dataset, top=3))
-    assert losses[0] == losses[1] and figures[0] == figures[1]
+    assert losses[0] == losses[1]
+    assert figures[0] == figures[1]
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -182,9 +184,8 @@ def test_fresh_states_are_those_that_are_kept_and_leave_nothing_on_the_disk(
     ]
     recipe = load_recipe(None, [*SETTINGS, "train.batch_tokens=4096", *words])
     kind = DRAFTERS[name]
-    assert runs_model(kind, recipe.train) and not runs_model(
-        kind, load_recipe(None, SETTINGS).train
-    )
+    assert runs_model(kind, recipe.train)
+    assert not runs_model(kind, load_recipe(None, SETTINGS).train)
     fresh = read_dataset(run.data_path, backbone, 0.2, longest(recipe.train))
     torch.manual_seed(0)
     drafter = build_drafter(backbone, recipe.drafter, fresh)

@@ -41,9 +41,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_quantized_models_decode_with_drafts_as_without(model: str, method: str) -> None:
     backbone = load_backbone(model, LoadOptions(dtype="fp32", quantize=method))
     kinds = {type(module).__name__ for module in backbone.model.modules()}
-    assert (
-        "Linear4bit" if method == "bnb.nf4" else "Linear8bitLt"
-    ) in kinds and backbone.engine.name == "eager"
+    assert ("Linear4bit" if method == "bnb.nf4" else "Linear8bitLt") in kinds
+    assert backbone.engine.name == "eager"
     plain = tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=24, stop_ids=()))
     drafted = generate(
         backbone, medusa_drafter(backbone), SPARSE, PROMPT, max_new_tokens=24, stop_ids=()
@@ -89,7 +88,8 @@ def test_evaluation_keeps_the_adapters_gradients(
             ModelSource.of(model), LoadOptions(dtype="bf16", quantize="bnb.nf4")
         )
     layers = [module for module in network.modules() if type(module).__name__ == "Linear4bit"]
-    assert layers and not any(module.support_avx512bf16_for_cpu for module in layers)
+    assert layers
+    assert not any(module.support_avx512bf16_for_cpu for module in layers)
     attach_adapter(network)
     backbone = Backbone(network)
     attach(backbone)
@@ -145,10 +145,12 @@ def test_commands_after_qlora_load_the_model_in_4_bits_unless_quantize_is_given(
         [*chat, "--baseline"],
     ):
         ran = medusa(words[0], "--run", run, *words[1:])
-        assert "quantizing the model by bnb.nf4" in ran.stderr and in_4bit == [True], words
+        assert "quantizing the model by bnb.nf4" in ran.stderr, words
+        assert in_4bit == [True], words
         in_4bit.clear()
     done = medusa(*chat, "--run", run, "--quantize", "bnb.nf4")
-    assert in_4bit == [True] and "quantizing the model" not in done.stderr
+    assert in_4bit == [True]
+    assert "quantizing the model" not in done.stderr
     for method in ("none", "bnb.int8"):
         in_4bit.clear()
         other = medusa(*chat, "--run", run, "--quantize", method)

@@ -107,7 +107,8 @@ def test_questions_with_one_id_are_told_apart(tmp_path: Path) -> None:
     records = [{"id": 7, "prompt": text} for text in ("a", "b")] + [{"id": 8, "prompt": "c"}]
     questions, skipped = read_questions(write_lines(tmp_path / "q.jsonl", records))
     assert [question.turns for question in questions] == [("a",), ("b",), ("c",)]
-    assert len({question.id for question in questions}) == 3 and skipped == 0
+    assert len({question.id for question in questions}) == 3
+    assert skipped == 0
     assert (questions[0].id, questions[2].id) == ("7", "8")
 
 

@@ -108,7 +108,8 @@ def test_a_bad_line_is_passed_over_in_training_and_named_in_distilling(
     run.distill_path.write_text("\n".join(lines) + "\n")
     before = run.distill_path.read_bytes()
     records, report = read_conversations(run.distill_path, tiny_backbone())
-    assert len(records) == 2 and sum(report.skipped.values()) == 1
+    assert len(records) == 2
+    assert sum(report.skipped.values()) == 1
     with pytest.raises(UserError, match=r"distill\.jsonl line 2"):
         Records(run, 32, {})
     assert run.distill_path.read_bytes() == before
@@ -167,7 +168,8 @@ def test_every_file_of_a_run_is_refused_in_one_line(run: Run, name: str, text: s
     (run.path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
     done = medusa(*FILES[name], "--run", run.path, exit_code=1)
     assert done.stderr.count("error: ") == 1, done.output
-    assert "internal error" not in done.stderr and str(run.path) in done.stderr.replace("\n", "")
+    assert "internal error" not in done.stderr
+    assert str(run.path) in done.stderr.replace("\n", "")
 
 
 Tensors = dict[str, Tensor]

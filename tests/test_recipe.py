@@ -248,7 +248,8 @@ def test_recipes_that_ship_are_found_from_anywhere(
             recipes, "__file__", str(tmp_path / "medusa_cli" / "runs" / "recipe.py")
         )
     path = find_recipe(name)
-    assert path.name == Path(name).stem + ".yaml" and path.is_relative_to(tmp_path) == installed
+    assert path.name == Path(name).stem + ".yaml"
+    assert path.is_relative_to(tmp_path) == installed
     assert load_recipe(name) == load_recipe(SHIPPED / path.name)
     Path("recipes").mkdir()
     # A file of one's own comes first.
@@ -276,23 +277,23 @@ def test_runs_own_model_is_trained_whatever_the_recipe_names(
         return recipe_of(run, words, {"model": model}, resume=False)
 
     for words in (("medusa1",), ("hydra", "train.lr=0.5"), ("eagle",), ()):
-        assert chosen(run, *words).model == "me/mine" and not caplog.records
+        assert chosen(run, *words).model == "me/mine"
+        assert not caplog.records
     foreign = chosen(run, "vicuna-7b-medusa1")
-    assert (
-        foreign.model == "me/mine"
-        and foreign.chat_template is None
-        and foreign.drafter.num_heads == 5
-    )
-    assert [record.levelname for record in caplog.records] == [
-        "WARNING"
-    ] and "me/mine" in caplog.text
+    assert foreign.model == "me/mine"
+    assert foreign.chat_template is None
+    assert foreign.drafter.num_heads == 5
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "me/mine" in caplog.text
     named = load_recipe("vicuna-7b-medusa1")
     for recipe in (
         chosen(fresh, "vicuna-7b-medusa1"),
         chosen(run, "vicuna-7b-medusa1", model=named.model),
         chosen(run, "vicuna-7b-medusa1", f"model={named.model}"),
     ):
-        assert recipe == named and named.chat_template and not caplog.records
+        assert recipe == named
+        assert named.chat_template
+        assert not caplog.records
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in runs.SHIPPED.iterdir()))
@@ -307,5 +308,7 @@ def test_an_included_drafter_is_trained_on_for_its_own_model(name: str, tmp_path
 
 def test_every_key_has_a_meaning() -> None:
     known = meanings()
-    assert set(known) == set(types()) and all(meaning for _, meaning in known.values())
-    assert known["train.lr"][0] == "null" and known["drafter.name"][0] == "medusa"
+    assert set(known) == set(types())
+    assert all(meaning for _, meaning in known.values())
+    assert known["train.lr"][0] == "null"
+    assert known["drafter.name"][0] == "medusa"

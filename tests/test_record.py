@@ -71,10 +71,12 @@ def test_answers_are_conversations_for_tune(
     prompt = medusa.encode("w1 w2")
     alone = medusa.generate("w1 w2", max_new_tokens=12)
     [[begin, end]] = chat["spans"]
-    assert chat["tokens"][:begin] == prompt and end == len(chat["tokens"]) == len(prompt) + 12
+    assert chat["tokens"][:begin] == prompt
+    assert end == len(chat["tokens"]) == len(prompt) + 12
     assert medusa.backbone.decode(chat["tokens"][begin:]) == alone.text
     assert [chat["kind"], completion["kind"]] == ["chat", "completion"]
-    assert completion["tokens"][: len(IDS)] == IDS and completion["messages"] == []
+    assert completion["tokens"][: len(IDS)] == IDS
+    assert completion["messages"] == []
 
     seeds, _ = read_prompts(ModelSource.of(str(place / "model")), tmp_path / "traffic.jsonl")
     assert [seed.spans for seed in seeds] == [[(begin, end)], [(5, 10)]]
@@ -101,7 +103,8 @@ def test_requests_that_say_so_are_left_out(
     server: Served, tmp_path: Path, path: str, body: Any, headers: dict[str, str]
 ) -> None:
     status, _, _ = server.request("POST", path, body, headers)
-    assert status == 200 and (tmp_path / "traffic.jsonl").read_bytes() == b""
+    assert status == 200
+    assert (tmp_path / "traffic.jsonl").read_bytes() == b""
     server.post({"prompt": IDS, "max_tokens": 2})
     assert len(lines_of(tmp_path / "traffic.jsonl")) == 1
 
@@ -110,7 +113,8 @@ def test_nothing_is_recorded_unless_asked(medusa: Medusa, tmp_path: Path) -> Non
     before = sorted(Path.cwd().iterdir())
     with serving(medusa) as running:
         running.post(CHAT, "/v1/chat/completions")
-    assert sorted(Path.cwd().iterdir()) == before and not list(tmp_path.iterdir())
+    assert sorted(Path.cwd().iterdir()) == before
+    assert not list(tmp_path.iterdir())
 
 
 def test_lines_are_whole_after_kills_and_several_writers(tmp_path: Path) -> None:
@@ -134,7 +138,8 @@ def test_lines_are_whole_after_kills_and_several_writers(tmp_path: Path) -> None
         cut.write(b'{"x": "cut')
     Recorder(path, "w")._append(b'{"x": "last"}\n')
     lines = lines_of(path)
-    assert len(lines) > 5 and lines[-1] == {"x": "last"}
+    assert len(lines) > 5
+    assert lines[-1] == {"x": "last"}
     assert {len(line["x"]) for line in lines[:-1]} == {3_000_000}
 
 
@@ -206,9 +211,12 @@ def test_streams_go_on_while_another_drafter_is_loaded(tmp_path: Path) -> None:
     scheduler.drain()
     scheduler.closing = False
     scheduler_stops(scheduler, texts, expected)
-    assert texts == expected and loads == 2
-    assert scheduler._decoder is not first and scheduler._retiring == []
-    assert medusa.loaded.drafter is not None and medusa.loaded.drafter.num_heads == 4
+    assert texts == expected
+    assert loads == 2
+    assert scheduler._decoder is not first
+    assert scheduler._retiring == []
+    assert medusa.loaded.drafter is not None
+    assert medusa.loaded.drafter.num_heads == 4
 
 
 def scheduler_stops(scheduler: Scheduler, texts: dict[Any, str], expected: dict[Any, str]) -> None:
@@ -244,7 +252,8 @@ def test_a_signal_loads_the_drafter_again(tmp_path: Path) -> None:
         process.send_signal(signal.SIGHUP)
         late = time.monotonic() + 60
         while log.read_text().count("medusa drafter") < 2:
-            assert time.monotonic() < late and process.poll() is None, log.read_text()
+            assert time.monotonic() < late, log.read_text()
+            assert process.poll() is None, log.read_text()
             time.sleep(0.05)
         status, _, _ = Served(port).post({"prompt": IDS, "max_tokens": 4})
         assert status == 200

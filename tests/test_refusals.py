@@ -226,9 +226,11 @@ CASES = [
 def refusal(words: list[str], place: Path, code: int | None = None) -> str:
     """Returns the last line of what a refused command line prints."""
     shown = medusa(*(word.format(place=place) for word in words), exit_code=code)
-    assert shown.exit_code in (1, 2) and shown.stdout == ""
+    assert shown.exit_code in (1, 2)
+    assert shown.stdout == ""
     line = shown.stderr.splitlines()[-1]
-    assert line.startswith("error: ") and "internal error" not in line
+    assert line.startswith("error: ")
+    assert "internal error" not in line
     return line
 
 

@@ -47,7 +47,8 @@ def only(folder: Path, pattern: str) -> Path:
 def test_the_page_needs_nothing_beside_it(place: Path) -> None:
     page = only(place / "mine/bench", "*.html").read_text()
     addresses = re.findall(r'(?:src|href)="([^"]*)"', page)
-    assert len(addresses) >= 4 and all(address.startswith("data:") for address in addresses)
+    assert len(addresses) >= 4
+    assert all(address.startswith("data:") for address in addresses)
     assert "| medusa |" in only(place / "mine/bench", "*.md").read_text()
     assert not list((place / "other/bench").glob("*.html"))  # only --report writes one
 
@@ -68,7 +69,8 @@ def test_runs_stand_side_by_side(place: Path) -> None:
         str(output.with_suffix(".md")),
     ]
     text = output.with_suffix(".md").read_text()
-    assert "| mine: medusa |" in text and "| other: medusa |" in text
+    assert "| mine: medusa |" in text
+    assert "| other: medusa |" in text
     again = only(place / "other/bench", "*.json")
     second = Path(shutil.copy(again, again.with_name("2026.json")))
     medusa("report", again, second, "--output", output)
@@ -103,7 +105,8 @@ def test_powers_on_an_axis_are_numbers() -> None:
     curves = {"$a$": [(2.0**power, 1.0, None) for power in range(12)], "b": []}
     address = lines("title", curves, "rows", "ms", log=True)["title"]
     drawn = base64.b64decode(address.partition(",")[2]).decode()
-    assert ">64</text>" in drawn and ">$a$</text>" in drawn
+    assert ">64</text>" in drawn
+    assert ">$a$</text>" in drawn
 
 
 @pytest.mark.quick("facts-value0", "methods-value2")
@@ -117,11 +120,9 @@ def test_figures_that_no_bench_writes_are_refused_in_one_line(
     document = json.loads(only(place / "mine/bench", "*.json").read_text())
     (tmp_path / "bench.json").write_text(json.dumps({**document, key: value}))
     done = medusa("report", tmp_path / "bench.json", exit_code=1)
-    assert (
-        "bench" in done.stderr
-        and "internal error" not in done.stderr
-        and not list(tmp_path.glob("*.html"))
-    )
+    assert "bench" in done.stderr
+    assert "internal error" not in done.stderr
+    assert not list(tmp_path.glob("*.html"))
 
 
 SAMPLED = [
@@ -165,7 +166,9 @@ def test_a_bench_keeps_its_answers_and_without_them_nothing_is_judged(judged: Pa
         [answer["turns"] for answer in document["methods"][name]["answers"]]
         for name in ("hf", "ar")
     )
-    assert hf == ar and [len(turns) for turns in ar] == [2, 2] and all(ar[0])
+    assert hf == ar
+    assert [len(turns) for turns in ar] == [2, 2]
+    assert all(ar[0])
     del document["questions"]
     (judged / "old.json").write_text(json.dumps(document))
     words = [
@@ -202,10 +205,8 @@ def test_a_judge_grades_every_turn_and_compares_in_both_orders(
     medusa("report", newest(judged), "--judge", judge.url, "--judge-model", "wise")
     assert len(judge.requests) == count  # nothing is asked twice
     page = newest(judged).with_suffix(".md").read_text()
-    assert (
-        "| mine | medusa against ar | - | 0 | 4 | 0 | 4 |" in page
-        and "| mine | medusa | 8.00 |" in page
-    )
+    assert "| mine | medusa against ar | - | 0 | 4 | 0 | 4 |" in page
+    assert "| mine | medusa | 8.00 |" in page
 
 
 def test_a_judgement_goes_on_after_a_failure(judged: Path, judge: ChatServer) -> None:
@@ -213,7 +214,8 @@ def test_a_judgement_goes_on_after_a_failure(judged: Path, judge: ChatServer) ->
     words = ["report", str(newest(judged)), "--judge", judge.url, "--judge-model", "wise"]
     judge.fault = lambda number, body: 401
     failed = medusa(*words, exit_code=1)
-    assert "401" in failed.stderr and "--judge" in failed.stderr
+    assert "401" in failed.stderr
+    assert "--judge" in failed.stderr
     judge.fault = lambda number, body: None
     log = newest(judged).with_suffix(".judgement.jsonl")
     medusa(*words)
@@ -221,7 +223,8 @@ def test_a_judgement_goes_on_after_a_failure(judged: Path, judge: ChatServer) ->
     log.write_text("\n".join(lines[:3]) + "\n" + lines[3][:20])  # killed while it wrote the fourth
     judge.requests.clear()
     medusa(*words)
-    assert len(judge.requests) == len(lines) - 3 and len(log.read_text().splitlines()) == len(lines)
+    assert len(judge.requests) == len(lines) - 3
+    assert len(log.read_text().splitlines()) == len(lines)
     judge.requests.clear()
     medusa(*words[:-1], "other")
     assert len(judge.requests) == len(lines)  # another judge's grades are its own
@@ -236,10 +239,8 @@ def test_pairs_count_if_both_orders_agree_and_same_answers_are_ties() -> None:
     asked = list(tasks(questions, texts, "ar"))
     assert len([task for task in asked if task.order == 0]) == 8
     assert {task.question for task in asked if task.order} == {"0", "1", "2"}
-    assert (
-        "known" in asked[0].text
-        and "known" not in next(task for task in asked if task.question == "1").text
-    )
+    assert "known" in asked[0].text
+    assert "known" not in next(task for task in asked if task.question == "1").text
     replies = {
         ("0", 1): "B",
         ("0", 2): "A",
@@ -267,7 +268,9 @@ def test_a_later_turn_is_judged_after_the_references_earlier_answer() -> None:
         (turn, order) for turn in (0, 1) for order in (0, 1, 2)
     ]
     for task in asked[3:]:
-        assert "plain" in task.text and "end" in task.text and "other" not in task.text
+        assert "plain" in task.text
+        assert "end" in task.text
+        assert "other" not in task.text
     result = tally({task[:4]: "method" for task in asked[1:3]}, questions, texts, "ar")
     assert result["pairs"]["medusa"] == {"wins": 1, "ties": 0, "losses": 0, "answers": 1}
 
@@ -282,16 +285,15 @@ def test_the_judge_reads_a_questions_system_prompt() -> None:
 
 def test_replies_without_a_grade_count_for_nothing(judged: Path, judge: ChatServer) -> None:
     task = Task("medusa", "1", 0, 0, "")
-    assert (
-        task.read("no grade") is None
-        and task.read("[[11]]") is None
-        and task.read("[[3]] no, [[4]]") == 4
-    )
+    assert task.read("no grade") is None
+    assert task.read("[[11]]") is None
+    assert task.read("[[3]] no, [[4]]") == 4
     judge.say = lambda body: ("I would rather not.", "stop")
     done = ask(judged, *SAMPLED, "--judge", judge.url, "--judge-model", "shy")
     assert "shy" in done.stderr
     outcome = json.loads(done.stdout)["judge"]
-    assert outcome["single"] == {} and outcome["unread"] == len(judge.requests)
+    assert outcome["single"] == {}
+    assert outcome["unread"] == len(judge.requests)
     assert outcome["pairs"]["medusa"]["answers"] == 0
 
 
@@ -301,4 +303,5 @@ def test_a_judge_that_is_not_there_costs_nothing_measured(judged: Path, address:
     done = ask(
         judged, "--methods", "ar,medusa", "--judge", address, "--judge-model", "wise", exit_code=1
     )
-    assert f"--judge {address}" in done.stderr and done.stdout
+    assert f"--judge {address}" in done.stderr
+    assert done.stdout

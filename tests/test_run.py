@@ -46,7 +46,8 @@ def writing(folder: Path) -> Iterator[subprocess.Popen]:
         text=True,
     )
     try:
-        assert writer.stdout is not None and writer.stdout.readline() == "writing\n"
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "writing\n"
         yield writer
     finally:
         writer.kill()
@@ -79,14 +80,14 @@ def test_files_of_a_killed_writer_are_removed_and_no_others(tmp_path: Path) -> N
     for other in others:
         other.touch()
     with replacing(path) as first:  # while another writes, its file stays
-        assert not left.exists() and first.exists()
+        assert not left.exists()
+        assert first.exists()
         with replacing(path) as second:
             assert first.exists()
             second.write_bytes(b"two")
         first.write_bytes(b"one")
-    assert path.read_bytes() == b"one" and sorted(tmp_path.iterdir()) == sorted(
-        [path, tmp_path / LOCK, *others]
-    )
+    assert path.read_bytes() == b"one"
+    assert sorted(tmp_path.iterdir()) == sorted([path, tmp_path / LOCK, *others])
 
 
 def test_an_unwritable_file_is_named_by_its_own_name(
@@ -123,9 +124,8 @@ def test_a_folder_comes_back_when_the_second_move_fails(
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(OSError, match="full"), replacing_folder(folder) as part:
         (part / "config.json").write_text("second")
-    assert (folder / "config.json").read_text() == "first" and list(folder.parent.iterdir()) == [
-        folder
-    ]
+    assert (folder / "config.json").read_text() == "first"
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_a_folder_is_replaced_though_a_reader_put_the_old_one_back(
@@ -143,11 +143,9 @@ def test_a_folder_is_replaced_though_a_reader_put_the_old_one_back(
     monkeypatch.setattr(Path, "rename", meet)
     with replacing_folder(folder) as part:
         (part / "config.json").write_text("second")
-    assert (
-        met
-        and (folder / "config.json").read_text() == "second"
-        and list(folder.parent.iterdir()) == [folder]
-    )
+    assert met
+    assert (folder / "config.json").read_text() == "second"
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_a_folder_comes_back_after_a_kill_between_the_moves(folder: Path) -> None:
@@ -191,9 +189,8 @@ def test_a_second_writer_is_refused_and_readers_are_not(run: Run, tmp_path: Path
             ["tree", "--budget", "4"],
         ):
             refused = medusa(*words, "--run", run.path, "--quiet", exit_code=1).stderr
-            assert (
-                f"`medusa distill` (process {writer.pid})" in refused and refused.count("\n") == 1
-            )
+            assert f"`medusa distill` (process {writer.pid})" in refused
+            assert refused.count("\n") == 1
         medusa(
             "chat", "--run", run.path, "--dtype", "fp32", "--prompt", "w1", "--max-new-tokens", "2"
         )
@@ -234,7 +231,9 @@ def test_a_file_system_without_locks_warns(
     with sole_writer(tmp_path, "medusa train"):
         pass
     shown = capsys.readouterr().err
-    assert shown.startswith("warning: ") and str(tmp_path) in shown and shown.count("\n") == 1
+    assert shown.startswith("warning: ")
+    assert str(tmp_path) in shown
+    assert shown.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -268,7 +267,8 @@ def test_shipped_drafter_is_taken_for_a_gguf_file_of_its_shape(
     monkeypatch.setattr("medusa_cli.runs.run.SHIPPED", Path(__file__).parent / "pretrained")
     shipped = Run.pretrained("smollm2-135m")
     original = ModelSource.of("smollm2-135m").gguf
-    assert shipped is not None and original is not None
+    assert shipped is not None
+    assert original is not None
     file = tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"
     file.symlink_to(original)
     assert choose(ModelSource.of(str(file)), None, None, None).drafter == shipped.drafter_dir
@@ -296,9 +296,11 @@ def test_a_run_with_only_an_adapter_takes_a_drafter_or_n_grams(tmp_path: Path) -
     bare.adapter_dir.mkdir()
     (bare.adapter_dir / "adapter_config.json").write_text("{}")
     choice = choose(model, f"{bare.path}/", f"{trained.path}/", None)
-    assert choice.adapter == bare.adapter_dir and choice.drafter == trained.drafter_dir
+    assert choice.adapter == bare.adapter_dir
+    assert choice.drafter == trained.drafter_dir
     choice = choose(model, f"{bare.path}/", None, None, lookup=True)
-    assert choice.adapter == bare.adapter_dir and choice.drafter is None
+    assert choice.adapter == bare.adapter_dir
+    assert choice.drafter is None
     with pytest.raises(UsageError):
         choose(model, f"{trained.path}/", f"{trained.path}/", None)
 
@@ -344,7 +346,8 @@ def test_new_files_obey_the_umask_and_old_ones_keep_their_mode(tmp_path: Path) -
             (part / f"new-{number}").touch()
             (part / "inner").mkdir()
         names = (folder, folder / "weights", folder / f"new-{number}")
-        assert tuple(map(mode_of, names)) == modes and mode_of(folder / "inner") == 0o700
+        assert tuple(map(mode_of, names)) == modes
+        assert mode_of(folder / "inner") == 0o700
         folder.chmod(0o750)
         (folder / "weights").chmod(0o640)
     assert mode_of(tmp_path / "file") == 0o600
@@ -370,7 +373,8 @@ def test_a_linked_file_is_replaced_where_it_lies(tmp_path: Path) -> None:
         link.symlink_to(target)
         for text in ("one", "two"):
             write_atomic(link, text)
-            assert link.is_symlink() and target.read_text() == text
+            assert link.is_symlink()
+            assert target.read_text() == text
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
@@ -407,7 +411,8 @@ def test_a_linked_folder_is_replaced_where_it_lies(tmp_path: Path) -> None:
     for text in ("one", "two", "three"):
         with replacing_folder(link) as part:
             (part / "file").write_text(text)
-        assert link.is_symlink() and (tmp_path / "disk" / "file").read_text() == text
+        assert link.is_symlink()
+        assert (tmp_path / "disk" / "file").read_text() == text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "run"]
 
 
@@ -432,7 +437,8 @@ def test_a_run_without_its_file_takes_the_drafter_s_model(tmp_path: Path) -> Non
     (run.path / "run.json").write_text("{}")
     words = ("chat", "--run", f"{run.path}/", "--dtype", "fp32", "--prompt", "w1")
     refused = medusa(*words, exit_code=1).stderr
-    assert "run.json" in refused and "--model" in refused
+    assert "run.json" in refused
+    assert "--model" in refused
     # The remedy: the next command that loads the model writes the file again.
     (run.path / "run.json").unlink()
     assert choose(None, f"{run.path}/", None, None).model == model
@@ -452,7 +458,9 @@ def test_a_model_that_was_moved_is_named_as_the_run_s(tmp_path: Path) -> None:
         ("doctor",),
     ):
         refused = medusa(*command, "--run", f"{run.path}/", exit_code=1).stderr
-        assert str(run.path) in refused and model in refused and "--model" in refused
+        assert str(run.path) in refused
+        assert model in refused
+        assert "--model" in refused
     words = ("chat", "--run", f"{run.path}/", "--dtype", "fp32", "--max-new-tokens", "2")
     assert medusa(*words, "--model", moved, "--prompt", "w1").stdout
 

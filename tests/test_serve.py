@@ -265,8 +265,13 @@ def test_flags_of_access_and_limits_reach_the_server(
     medusa("serve", *words, *more, exit_code=1)
     medusa("serve", *words, "--port", "0", exit_code=1)
     given, bare = seen
-    assert given.api_keys == ("first", "second") and bare.api_keys == ("of-the-environment",)
-    assert given.cors == ("https://chat.example", "*") and bare.cors == ()
-    assert given.access_log and not bare.access_log
-    assert given.max_body == 3 << 10 and given.context == 40
-    assert given.host == "" and bare.host == "127.0.0.1"
+    assert given.api_keys == ("first", "second")
+    assert bare.api_keys == ("of-the-environment",)
+    assert given.cors == ("https://chat.example", "*")
+    assert bare.cors == ()
+    assert given.access_log
+    assert not bare.access_log
+    assert given.max_body == 3 << 10
+    assert given.context == 40
+    assert given.host == ""
+    assert bare.host == "127.0.0.1"

@@ -138,10 +138,8 @@ def test_streamed_chat_equals_the_whole_answer_and_counts_drafts(
     )
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     for usage in (whole.usage, chunks[-1].usage):
-        assert (
-            usage.completion_tokens == len(alone.tokens)
-            and usage.prompt_tokens == alone.prompt_tokens
-        )
+        assert usage.completion_tokens == len(alone.tokens)
+        assert usage.prompt_tokens == alone.prompt_tokens
         assert usage.medusa["accepted_tokens"] == alone.stats.accepted
         assert usage.medusa["drafted_tokens"] == alone.stats.drafted > 0
     pieces = [piece for chunk in chunks[1:-1] for piece in chunk.model_extra["medusa"]["pieces"]]
@@ -190,7 +188,8 @@ def test_waiting_prompts_do_not_hold_up_those_who_run(tmp_path: Path) -> None:
     scheduler.drain()
     scheduler.run()
     second, third = order.index(("prefill", 1)), order.index(("prefill", 2))
-    assert ("step", 0) in order[:second] and {("step", 0), ("step", 1)} <= {*order[second:third]}
+    assert ("step", 0) in order[:second]
+    assert {("step", 0), ("step", 1)} <= {*order[second:third]}
 
 
 @pytest.mark.slow
@@ -224,11 +223,9 @@ def test_running_requests_take_a_step_after_each_piece_of_a_long_prompt(
     assert len(pieces) == 7
     for before, after in itertools.pairwise(pieces):
         assert order[before:after].count("short") == 1 or "short" not in order[after:]
-    assert (
-        not scheduler._running
-        and scheduler._decoder.free_slots == 3
-        and order.count("abandoned") == 1
-    )
+    assert not scheduler._running
+    assert scheduler._decoder.free_slots == 3
+    assert order.count("abandoned") == 1
 
 
 def served_beside(
@@ -257,9 +254,12 @@ def test_failed_prompt_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     decoder = scheduler._decoder
     rows = FIRST_PIECE
     first, second = served_beside(scheduler, lambda plan: plan.tokens.shape[1] == rows, monkeypatch)
-    assert isinstance(second[-1].error, RuntimeError) and len(second) == 1
-    assert all(event.error is None for event in first) and first[-1].last
-    assert scheduler._decoder is decoder and decoder.free_slots == 2
+    assert isinstance(second[-1].error, RuntimeError)
+    assert len(second) == 1
+    assert all(event.error is None for event in first)
+    assert first[-1].last
+    assert scheduler._decoder is decoder
+    assert decoder.free_slots == 2
 
 
 def test_old_decoder_makes_room_before_the_new_one_is_made(
@@ -280,7 +280,8 @@ def test_old_decoder_makes_room_before_the_new_one_is_made(
         return failed[-1]
 
     received = served_beside(scheduler, fails, monkeypatch)
-    assert True in failed and [type(events[-1].error) for events in received] == [RuntimeError] * 2
+    assert True in failed
+    assert [type(events[-1].error) for events in received] == [RuntimeError] * 2
 
 
 def test_llama_tokens_are_decoded_in_context() -> None:
@@ -308,7 +309,8 @@ def test_llama_tokens_are_decoded_in_context() -> None:
         logprobs_of(backbone, likely, chat=False),
         logprobs_of(backbone, likely[:2], likely[2:], chat=False),
     )
-    assert whole["tokens"] == words and parts[0]["tokens"] + parts[1]["tokens"] == words
+    assert whole["tokens"] == words
+    assert parts[0]["tokens"] + parts[1]["tokens"] == words
     assert (
         whole["text_offset"]
         == [0, 2, 5, 6, 6, 7]
@@ -345,7 +347,8 @@ def test_a_stop_string_ends_the_answer_before_it(server: Served, medusa: Medusa)
         .completions.create(model=MODEL, prompt=IDS, max_tokens=24, stop=[words[4], "x"])
         .choices[0]
     )
-    assert choice.text.split() == words[: words.index(words[4])] and choice.finish_reason == "stop"
+    assert choice.text.split() == words[: words.index(words[4])]
+    assert choice.finish_reason == "stop"
 
 
 def test_the_next_turn_uses_the_prefix_cache(server: Served) -> None:
@@ -403,9 +406,8 @@ def test_invalid_field_is_refused_by_name(
 ) -> None:
     body = {**CHAT, "max_tokens": 2, field: value}
     status, _, answer = server.post(body, "/v1/chat/completions")
-    assert (status, answer["error"]["param"]) == (400, param) and field in answer["error"][
-        "message"
-    ], answer
+    assert (status, answer["error"]["param"]) == (400, param), answer
+    assert field in answer["error"]["message"], answer
     left_out = {**body, field: CHAT["messages"] if field == "messages" else None}
     assert server.post(left_out, "/v1/chat/completions")[0] == 200  # null is left out
 
@@ -443,15 +445,19 @@ def test_invalid_prompt_is_refused_in_the_form_that_was_sent(
 )
 def test_malformed_body_is_refused(server: Served, body: str | bytes, fault: str) -> None:
     status, _, answer = server.post(body)
-    assert status == 400 and fault in answer["error"]["message"] and answer["error"]["code"], answer
+    assert status == 400, answer
+    assert fault in answer["error"]["message"], answer
+    assert answer["error"]["code"], answer
 
 
 def test_paths_that_are_not_served_are_named(server: Served) -> None:
     for path in ("/v1/model", "/v1/embeddings"):
         status, _, text = server.request("GET", path)
-        assert status == 404 and path in text
+        assert status == 404
+        assert path in text
     status, headers, text = server.request("HEAD", "/")
-    assert (status, text) == (200, "") and int(headers["content-length"]) > 1000
+    assert (status, text) == (200, "")
+    assert int(headers["content-length"]) > 1000
 
 
 def test_harmless_fields_are_taken(server: Served) -> None:
@@ -489,11 +495,15 @@ def test_the_context_is_the_models_as_far_as_memory_allows(
     # One sequence may take all memory of a lazy cache.
     assert limits("native", whole // 2) == (8, 16384, 8192)
     slots, context, share = limits("native", 10_000)
-    assert slots == 8 and 4096 < context < 10_000 and share == 1250
+    assert slots == 8
+    assert 4096 < context < 10_000
+    assert share == 1250
     # Every slot of another cache is as large as the largest, and has room for drafts, too.
     assert limits("eager", 2 * whole) == (8, 16384, None)
     slots, context, share = limits("eager", whole)
-    assert slots == 8 and 8192 < context < 16384 and share is None
+    assert slots == 8
+    assert 8192 < context < 16384
+    assert share is None
     assert limits("eager", 3 * 512, 200) == (3, 200, None)
     assert limits("eager", 0, 200) == (1, 200, None)
 
@@ -507,7 +517,8 @@ def test_running_states_take_memory_in_every_slot(monkeypatch: pytest.MonkeyPatc
     for free, slots in ((8 * fixed + 8 * 512 * row, 8), (3 * (fixed + 512 * row), 3), (0, 1)):
         monkeypatch.setattr("medusa_cli.device.free_memory", lambda device, free=free: free)
         fitting, context, share = fitting_limits(backbone, 8, None)
-        assert fitting == slots and context == 512
+        assert fitting == slots
+        assert context == 512
         assert share is None or slots * share * row + slots * fixed <= max(free, slots * fixed)
 
 
@@ -581,7 +592,8 @@ def test_foreign_hosts_are_refused_unless_a_key_is_set(medusa: Medusa) -> None:
             assert server.request("GET", "/v1/models", headers={"Host": host})[0] == 200, host
         for host, path in itertools.product(foreign, ("/", "/v1/models")):
             status, _, text = server.request("GET", path, headers={"Host": host})
-            assert status == 403 and host.split(":")[0] in text
+            assert status == 403
+            assert host.split(":")[0] in text
     with serving(medusa, api_keys=("k",)) as server:
         for host in foreign:
             headers = {"Host": host, "Authorization": "Bearer k"}
@@ -634,7 +646,8 @@ def test_no_token_at_all_echoes_the_prompt(server: Served, stream: bool) -> None
 
 def test_no_token_needs_echo(server: Served) -> None:
     status, _, answer = server.post({**SHORT, "max_tokens": 0})
-    assert status == 400 and "echo" in answer["error"]["message"]
+    assert status == 400
+    assert "echo" in answer["error"]["message"]
 
 
 @pytest.mark.quick("0-True")
@@ -661,7 +674,8 @@ def test_echoed_prompts_have_log_probabilities(
     text = "".join(choice.text for choice in choices)
     assert "".join(tokens).replace(" ", "") == text.replace(" ", "")
     # And the token itself.
-    assert logprobs[0] is tops[0] is None and all(len(top) in (2, 3) for top in tops[1:])
+    assert logprobs[0] is tops[0] is None
+    assert all(len(top) in (2, 3) for top in tops[1:])
     ids = medusa.encode(body["prompt"], raw=True)
     ids += medusa.generate(ids, max_new_tokens=4).tokens[:limit]
     with torch.inference_mode():
@@ -742,9 +756,8 @@ def test_a_hostile_template_ends_its_request_alone(
         refused = pool.submit(server.post, bad, "/v1/chat/completions")
         assert server.post(SHORT)[0] == 200  # meanwhile
         status, _, answer = refused.result(30)
-        assert (status, answer["error"]["param"]) == (400, "messages") and "template" in answer[
-            "error"
-        ]["message"]
+        assert (status, answer["error"]["param"]) == (400, "messages")
+        assert "template" in answer["error"]["message"]
         assert server.post({**CHAT, "max_tokens": 1}, "/v1/chat/completions")[0] == 200
 
 
@@ -763,9 +776,8 @@ def test_texts_are_tokenized_and_back(server: Served, medusa: Medusa) -> None:
     )
     ids = medusa.backbone.tokenizer.encode("w1 w2")
     assert (status, answer["count"], answer["tokens"]) == (200, len(ids), ids)
-    assert answer["max_model_len"] == medusa.backbone.max_positions and len(
-        answer["token_strs"]
-    ) == len(ids)
+    assert answer["max_model_len"] == medusa.backbone.max_positions
+    assert len(answer["token_strs"]) == len(ids)
     text = medusa.backbone.tokenizer.decode(ids)
     assert server.post({"tokens": ids}, "/detokenize")[2] == {"prompt": text, "content": text}
     assert server.request("GET", "/version")[0] == 200
@@ -779,7 +791,8 @@ def test_texts_are_tokenized_and_back(server: Served, medusa: Medusa) -> None:
         assert server.post(body, "/tokenize")[0] in (400, 404)
     for tokens in ([10**30], [64], [-1], [True], "w1"):
         status, _, refused = server.post({"tokens": tokens}, "/detokenize")
-        assert status == 400 and refused["error"]["param"].startswith("tokens")
+        assert status == 400
+        assert refused["error"]["param"].startswith("tokens")
 
 
 @pytest.mark.slow
@@ -844,12 +857,10 @@ def test_requests_are_logged_if_asked_for(medusa: Medusa, caplog: pytest.LogCapt
             if record.name == "medusa_cli.serve.middleware"
         ]
         assert len(lines) == 2 * wanted
-    assert (
-        "/v1/completions" in lines[0]
-        and "200" in lines[0]
-        and lines[1].isprintable()
-        and "404" in lines[1]
-    )
+    assert "/v1/completions" in lines[0]
+    assert "200" in lines[0]
+    assert lines[1].isprintable()
+    assert "404" in lines[1]
 
 
 def test_requests_have_ids_in_the_answer_and_in_the_log(
@@ -865,11 +876,9 @@ def test_requests_have_ids_in_the_answer_and_in_the_log(
         ):
             _, headers, _ = server.request("POST", path, SHORT, {"X-Request-Id": given})
             id = headers["x-request-id"]
-            assert (
-                (id == given) == given.startswith("own")
-                and id
-                and caplog.records[-1].getMessage().endswith(id)
-            )
+            assert (id == given) == given.startswith("own")
+            assert id
+            assert caplog.records[-1].getMessage().endswith(id)
 
 
 def test_a_unix_socket_is_served(medusa: Medusa, tmp_path: Path) -> None:
@@ -902,7 +911,8 @@ def test_a_body_that_is_not_sent_as_json_is_refused_with_the_remedy(server: Serv
     status, _, text = server.request(
         "POST", "/v1/completions", {"model": MODEL, "prompt": IDS}, form
     )
-    assert status == 400 and "Content-Type: application/json" in text
+    assert status == 400
+    assert "Content-Type: application/json" in text
 
 
 def test_events_are_ascii_because_clients_end_lines_at_other_characters(
@@ -959,14 +969,13 @@ def test_metrics_count_every_route_by_its_path(medusa: Medusa) -> None:
 
 def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
     status, headers, page = server.request("GET", "/")
-    assert status == 200 and headers["content-type"].startswith("text/html")
+    assert status == 200
+    assert headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in headers["content-security-policy"]
-    assert (
-        "http://" not in page
-        and "https://" not in page
-        and "src=" not in page
-        and "@import" not in page
-    )
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "src=" not in page
+    assert "@import" not in page
 
 
 @pytest.fixture
@@ -996,16 +1005,19 @@ def send(server: Served, *parts: bytes) -> socket.socket:
 def test_prompt_answer_and_body_are_limited(medusa: Medusa) -> None:
     with serving(medusa, max_body=2000, context=20, max_new_tokens=8) as server:
         status, _, answer = server.post({"model": MODEL, "prompt": [8] * 21})
-        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        assert status == 400
+        assert answer["error"]["code"] == "context_length_exceeded"
         assert server.post({"model": MODEL, "prompt": [8] * 20})[0] == 400
         last = server.post({"model": MODEL, "prompt": [8] * 19, "max_tokens": 9})[2]
         assert last["usage"]["completion_tokens"] == 1
         assert last["choices"][0]["finish_reason"] == "length"
         # Less than OpenAI's default of 16.
         status, _, answer = server.post({"model": MODEL, "prompt": IDS})
-        assert status == 200 and answer["usage"]["completion_tokens"] <= 8
+        assert status == 200
+        assert answer["usage"]["completion_tokens"] <= 8
         answer = server.openai().completions.create(**LONG)  # a larger limit is this one
-        assert answer.usage.completion_tokens == 8 and answer.choices[0].finish_reason == "length"
+        assert answer.usage.completion_tokens == 8
+        assert answer.choices[0].finish_reason == "length"
         assert server.post({"model": MODEL, "prompt": "w1 " * 1000})[0] == 413
         with send(
             server, b"Transfer-Encoding: chunked\r\n\r\n", b"%x\r\n%s\r\n" % (3000, b" " * 3000)
@@ -1087,11 +1099,9 @@ def test_names_in_errors_are_cut_and_escaped(server: Served) -> None:
         {**SHORT, "tool_choice": "a", "\x1b" * 10_000: 1, "n": 0},
     ):
         error = server.post(body)[2]["error"]
-        assert (
-            len(error["param"]) <= 100
-            and len(error["message"]) < 700
-            and error["message"].isprintable()
-        )
+        assert len(error["param"]) <= 100
+        assert len(error["message"]) < 700
+        assert error["message"].isprintable()
 
 
 def test_repeated_lines_are_logged_once_a_period(caplog: pytest.LogCaptureFixture) -> None:
@@ -1102,11 +1112,9 @@ def test_repeated_lines_are_logged_once_a_period(caplog: pytest.LogCaptureFixtur
     time.sleep(0.2)
     log.error("no files left\nsocket %d", 4)
     log.error("another")
-    assert (
-        len(caplog.messages) == 3
-        and "4 more" in caplog.messages[1]
-        and "Traceback" not in caplog.text
-    )
+    assert len(caplog.messages) == 3
+    assert "4 more" in caplog.messages[1]
+    assert "Traceback" not in caplog.text
 
 
 def test_a_wrong_key_is_refused(medusa: Medusa) -> None:
@@ -1115,11 +1123,9 @@ def test_a_wrong_key_is_refused(medusa: Medusa) -> None:
             # They go in UTF-8.
             headers = {} if given is None else {"Authorization": given.encode().decode("latin-1")}
             status, sent, answer = server.post(SHORT, **headers)
-            assert (
-                status == 401
-                and answer["error"]["code"] == "invalid_api_key"
-                and "www-authenticate" in sent
-            )
+            assert status == 401
+            assert answer["error"]["code"] == "invalid_api_key"
+            assert "www-authenticate" in sent
             assert server.request("GET", "/v1/models", headers=headers)[0] == 401
             assert server.request("GET", "/health")[0] == server.request("GET", "/")[0] == 200
         with pytest.raises(openai.AuthenticationError):
@@ -1158,11 +1164,9 @@ def test_a_full_queue_asks_to_retry_later(medusa: Medusa) -> None:
         server.until("medusa_requests_running", 1)
         server.until("medusa_requests_waiting", 1)
         status, headers, answer = server.post(LONG)
-        assert (
-            status == 429
-            and int(headers["retry-after"]) >= 1
-            and answer["error"]["code"] == "queue_full"
-        )
+        assert status == 429
+        assert int(headers["retry-after"]) >= 1
+        assert answer["error"]["code"] == "queue_full"
         with pytest.raises(openai.RateLimitError):
             server.openai().completions.create(**LONG)
         assert [answer.result()[0] for answer in busy] == [200, 200]
@@ -1191,7 +1195,8 @@ def test_a_stopping_server_finishes_its_answers_and_refuses_new_ones(medusa: Med
         assert server.server is not None
         server.server.stop()
         status, headers, answer = server.post(LONG)
-        assert (status, answer["error"]["code"]) == (503, "closing") and "retry-after" in headers
+        assert (status, answer["error"]["code"]) == (503, "closing")
+        assert "retry-after" in headers
         assert server.request("GET", "/health")[0] == 503
         assert running.result().usage.completion_tokens == 200
 
@@ -1211,7 +1216,8 @@ def test_a_failed_step_fails_its_requests_and_serves_the_next(
     body = {**SHORT, "max_tokens": 30}
     with serving(medusa) as server:
         status, _, answer = server.post(body)
-        assert status == 500 and "fire" not in answer["error"]["message"]
+        assert status == 500
+        assert "fire" not in answer["error"]["message"]
         assert (
             server.post(body)[2]["choices"][0]["text"]
             == medusa.generate(IDS, max_new_tokens=30).text
@@ -1271,7 +1277,8 @@ def test_short_prompt_ends_while_long_ones_are_run(tmp_path: Path, small_pieces:
     scheduler.drain()
     scheduler.run()
     # The short answer is whole before the first token of a long prompt's.
-    assert order[: len(received[3])] == [3] * len(received[3]) and received[3][-1].last
+    assert order[: len(received[3])] == [3] * len(received[3])
+    assert received[3][-1].last
     for request, events in zip((*long, short), received, strict=True):
         alone = scheduler._medusa.generate(
             list(request.prompt), max_new_tokens=request.max_new_tokens, stop_ids=()
@@ -1328,8 +1335,10 @@ def test_prompt_is_cancelled_between_its_pieces(tmp_path: Path, small_pieces: No
     scheduler.drain()
     scheduler.run()
     del scheduler._medusa.backbone.engine.forward
-    assert [event.last for event in received[0]] == [True] and not tokens_in(received[0])
-    assert scheduler._decoder.free_slots == 2 and not scheduler._prompts
+    assert [event.last for event in received[0]] == [True]
+    assert not tokens_in(received[0])
+    assert scheduler._decoder.free_slots == 2
+    assert not scheduler._prompts
     alone = scheduler._medusa.generate([*range(8, 60)], max_new_tokens=4, stop_ids=())
     assert tokens_in(received[1]) == alone.tokens
 
@@ -1372,7 +1381,8 @@ def test_without_memory_for_a_step_one_request_fails(tmp_path: Path) -> None:
             raise MemoryError
 
     received = scheduled(scheduler, *requests, before=refuse)
-    assert refused and isinstance(received[1][-1].error, MemoryError)
+    assert refused
+    assert isinstance(received[1][-1].error, MemoryError)
     for number in (0, 2):
         alone = medusa.generate(list(requests[number].prompt), max_new_tokens=12, stop_ids=())
         assert tokens_in(received[number]) == alone.tokens
@@ -1509,7 +1519,8 @@ def test_limits_of_a_request_are_named(server: Served) -> None:
     }
     for field, value in wrong.items():
         status, _, answer = server.post({**SHORT, field: value})
-        assert status == 400 and field in answer["error"]["message"], answer
+        assert status == 400, answer
+        assert field in answer["error"]["message"], answer
         limit = {"stop": "32,768", "logit_bias": "4,096", "stop_token_ids": "1024"}[field]
         assert limit in answer["error"]["message"]
 
@@ -1571,4 +1582,5 @@ def test_choices_are_prepared_once_and_beside_the_decoder(
     body = {**SHORT, "n": 5, "stop": ["x"], "logit_bias": {"5": 1}, "max_tokens": 4}
     assert len(server.post(body)[2]["choices"]) == 5
     for names in threads.values():
-        assert len(names) == 1 and "AnyIO worker" in names[0]
+        assert len(names) == 1
+        assert "AnyIO worker" in names[0]

@@ -58,14 +58,16 @@ def plain_text(server: Served, **fields: Any) -> str:
 
 def events_of(server: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     status, headers, text = server.request("POST", path, {**body, "stream": True})
-    assert status == 200 and headers["content-type"].startswith("text/event-stream"), text
+    assert status == 200, text
+    assert headers["content-type"].startswith("text/event-stream"), text
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines]
 
 
 def lines_of(server: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     status, headers, text = server.request("POST", path, body)
-    assert status == 200 and headers["content-type"].startswith("application/x-ndjson"), text
+    assert status == 200, text
+    assert headers["content-type"].startswith("application/x-ndjson"), text
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -79,15 +81,18 @@ def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     opened = False
     for event in parts:
         if event["type"] == "content_block_start":
-            assert not opened and event["index"] == len(blocks)
+            assert not opened
+            assert event["index"] == len(blocks)
             blocks.append({**event["content_block"], "json": ""})
         elif event["type"] == "content_block_delta":
-            assert opened and event["index"] == len(blocks) - 1
+            assert opened
+            assert event["index"] == len(blocks) - 1
             blocks[-1]["json"] += event["delta"].get("partial_json", "")
             if "text" in event["delta"]:
                 blocks[-1]["text"] += event["delta"]["text"]
         else:
-            assert opened and event["type"] == "content_block_stop"
+            assert opened
+            assert event["type"] == "content_block_stop"
         opened = event["type"] != "content_block_stop"
     assert not opened
     for block in blocks:
@@ -175,7 +180,8 @@ def test_messages_become_chats() -> None:
     ]
     assert [tool["function"]["name"] for tool in chat.offered] == ["weather"]
     assert (chat.parallel_tool_calls, chat.top_k) == (False, 5)
-    assert chat.continue_final_message and chat.template["enable_thinking"] is False
+    assert chat.continue_final_message
+    assert chat.template["enable_thinking"] is False
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
@@ -198,7 +204,8 @@ def test_messages_are_refused_in_anthropics_form(
     answered, headers, body = server.post({**MESSAGE, **fields}, "/v1/messages")
     kind = {400: "invalid_request_error", 404: "not_found_error"}[status]
     assert (answered, body["type"], body["error"]["type"]) == (status, "error", kind)
-    assert name in body["error"]["message"] and headers["request-id"]
+    assert name in body["error"]["message"]
+    assert headers["request-id"]
 
 
 @pytest.mark.slow
@@ -219,9 +226,11 @@ def test_llamas_completions_are_those_of_openais_api(server: Served) -> None:
     assert (whole["content"], whole["stop_type"], whole["stop"]) == (text["text"], "limit", True)
     assert whole["tokens_predicted"] == len(whole["tokens"]) == whole["timings"]["predicted_n"]
     *parts, last = events_of(server, "/completion", body)
-    assert "".join(part["content"] for part in parts) == text["text"] and not last["content"]
+    assert "".join(part["content"] for part in parts) == text["text"]
+    assert not last["content"]
     assert [token for part in parts for token in part["tokens"]] == whole["tokens"]
-    assert [part["stop"] for part in parts] == [False] * len(parts) and last["stop"]
+    assert [part["stop"] for part in parts] == [False] * len(parts)
+    assert last["stop"]
     stop = next(letter for letter in text["text"][2:] if letter.isascii())
     stopped = answer(server, "/completion", {**body, "stop": [stop]})
     assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", stop)
@@ -274,10 +283,13 @@ def test_a_long_prompt_keeps_the_text_around_the_middle() -> None:
     repository, separator = FILE_TOKENS[0]
     whole = backbone.tokenizer.decode(infill_ids(backbone, "ab", "cd", files))
     first = f"{repository}myproject\n{separator}a.py\n{'1' * 40}{separator}b.py\n"
-    assert whole.startswith(first) and whole.endswith(f"{before}ab{after}cd{middle}")
+    assert whole.startswith(first)
+    assert whole.endswith(f"{before}ab{after}cd{middle}")
     cut = infill_ids(backbone, "x" * 300 + "ab", "cd" + "y" * 300, files, room=60)
     text = backbone.tokenizer.decode(cut)
-    assert len(cut) == 60 and f"ab{after}cd" in text and repository not in text
+    assert len(cut) == 60
+    assert f"ab{after}cd" in text
+    assert repository not in text
 
 
 def test_progress_of_a_prompt_is_told_if_asked_for(server: Served) -> None:
@@ -312,7 +324,8 @@ def test_ollamas_answers_are_those_of_chats(server: Served) -> None:
     assert (whole["done"], whole["done_reason"], whole["eval_count"]) == (True, "length", 24)
     *parts, last = lines_of(server, "/api/chat", OLLAMA)
     assert "".join(part["message"]["content"] for part in [*parts, last]) == text
-    assert not any(part["done"] for part in parts) and last["done_reason"] == "length"
+    assert not any(part["done"] for part in parts)
+    assert last["done_reason"] == "length"
     asked = {"model": f"{MODEL}:latest", "prompt": "Ada", "options": {"num_predict": 24}}
     assert "".join(part["response"] for part in lines_of(server, "/api/generate", asked)) == text
     raw = answer(server, "/api/generate", {**asked, "raw": True, "stream": False})["response"]
@@ -339,9 +352,11 @@ def test_ollamas_requests_become_chats_and_completions() -> None:
     assert [message.plain["role"] for message in chat.messages] == ["user", "assistant", "tool"]
     assert chat.messages[1].plain["tool_calls"][0]["function"] == call["function"]
     assert (chat.limit, chat.repetition_penalty, chat.stop) == (9, 1.1, ["x"])
-    assert chat.stream and [tool["function"]["name"] for tool in chat.offered] == ["weather"]
+    assert chat.stream
+    assert [tool["function"]["name"] for tool in chat.offered] == ["weather"]
     filled = OllamaGenerate(prompt="a", suffix="b", stream=False).translated()
-    assert isinstance(filled, CompletionRequest) and (filled.suffix, filled.limit) == ("b", None)
+    assert isinstance(filled, CompletionRequest)
+    assert (filled.suffix, filled.limit) == ("b", None)
 
 
 def test_ollamas_clients_see_the_model(server: Served) -> None:
@@ -349,10 +364,13 @@ def test_ollamas_clients_see_the_model(server: Served) -> None:
     assert (model["name"], model["details"]["family"]) == (MODEL, "llama")
     shown = answer(server, "/api/show", {"model": f"{MODEL}:latest"})
     assert shown["model_info"]["llama.context_length"] == 2048
-    assert "insert" not in shown["capabilities"] and "completion" in shown["capabilities"]
+    assert "insert" not in shown["capabilities"]
+    assert "completion" in shown["capabilities"]
     status, _, body = server.post({"model": "other"}, "/api/show")
-    assert status == 404 and "other" in body["error"]
+    assert status == 404
+    assert "other" in body["error"]
     image = {**OLLAMA, "messages": [{**ASK[0], "images": ["aGk="]}]}
     status, _, body = server.post(image, "/api/chat")
-    assert status == 400 and "images" in body["error"]
+    assert status == 400
+    assert "images" in body["error"]
     assert "version" in json.loads(server.request("GET", "/api/version")[2])

@@ -129,7 +129,8 @@ def test_unused_fields_are_logged_once(server: Served, caplog: pytest.LogCapture
     for _ in range(2):
         chat_of(server, keep_alive="5m", top_k=-1, chat_id="b")
     lines = [line for line in caplog.messages if "keep_alive" in line or "chat_id" in line]
-    assert len(lines) == 2 and not any("top_k" in line for line in caplog.messages)
+    assert len(lines) == 2
+    assert not any("top_k" in line for line in caplog.messages)
 
 
 def test_the_only_model_needs_no_name(server: Served) -> None:
@@ -177,9 +178,9 @@ def test_reasoning_reaches_templates_that_read_it(
                 "documents": [{"text": "w9"}],
             }
             status, _, answer = server.post(body, "/apply-template")
-            assert (
-                status == 200 and answer["prompt"].startswith("w1 w7") and "w9" in answer["prompt"]
-            )
+            assert status == 200
+            assert answer["prompt"].startswith("w1 w7")
+            assert "w9" in answer["prompt"]
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "', "[" * 100_000, "[1]", {"city": "Oslo"}, ""])
@@ -203,7 +204,8 @@ def test_any_call_of_the_past_is_taken(server: Served, arguments: Any) -> None:
     ]
     status, _, answer = server.post({**CHAT, "messages": messages}, "/apply-template")
     shown = json.dumps(arguments) if isinstance(arguments, dict) else json.dumps(arguments or {})
-    assert status == 200 and shown in answer["prompt"]
+    assert status == 200
+    assert shown in answer["prompt"]
 
 
 def test_a_broken_call_is_taken_as_an_item_of_the_past(server: Served) -> None:
@@ -237,7 +239,8 @@ def test_first_forms_of_calls_and_results_are_taken(server: Served) -> None:
         server.post({"messages": given}, "/apply-template")[2]["prompt"]
         for given in (messages, now)
     ]
-    assert prompts[0] == prompts[1] and "w4" in prompts[0]
+    assert prompts[0] == prompts[1]
+    assert "w4" in prompts[0]
 
 
 def test_responses_take_what_bridges_send(server: Served) -> None:
@@ -282,7 +285,8 @@ def test_stop_token_ids_end_the_answer_before_them(
         assert choices[-1]["finish_reason"] == "stop"
     for wrong in ([64], [-1], ["w1"]):
         status, _, answer = server.post({**SHORT, "stop_token_ids": wrong})
-        assert status == 400 and answer["error"]["param"].startswith("stop_token_ids")
+        assert status == 400
+        assert answer["error"]["param"].startswith("stop_token_ids")
 
 
 def test_a_stop_string_may_be_part_of_the_answer(server: Served, medusa: Medusa) -> None:
@@ -290,7 +294,8 @@ def test_a_stop_string_may_be_part_of_the_answer(server: Served, medusa: Medusa)
     stops = [f"no{number}" for number in range(200)] + [whole[4]]
     for included, count in ((False, 4), (True, 5)):
         answer = completion(server, stop=stops, include_stop_str_in_output=included)["choices"][0]
-        assert answer["text"].split() == whole[:count] and answer["finish_reason"] == "stop"
+        assert answer["text"].split() == whole[:count]
+        assert answer["finish_reason"] == "stop"
 
 
 def test_special_tokens_are_shown_if_asked_for(server: Served) -> None:
@@ -343,7 +348,8 @@ def test_a_prompt_beyond_the_context_is_refused_with_its_length(medusa: Medusa) 
             status, _, answer = server.post(body, path)
             error = answer["error"]
             assert (status, error["type"], error["n_ctx"]) == (400, "exceed_context_size_error", 20)
-            assert error["code"] == "context_length_exceeded" and error["n_prompt_tokens"] > 20
+            assert error["code"] == "context_length_exceeded"
+            assert error["n_prompt_tokens"] > 20
         assert (
             completion(server, prompt=[8] * 21, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"]
             == 19
@@ -375,7 +381,8 @@ def test_the_chosen_token_is_always_among_the_log_probabilities(server: Served) 
         for token, own, top in zip(
             *(logprobs[k] for k in ("tokens", "token_logprobs", "top_logprobs")), strict=True
         ):
-            assert top[token] == own and len(top) <= count + 1
+            assert top[token] == own
+            assert len(top) <= count + 1
 
 
 def test_offsets_are_places_in_the_text(server: Served, medusa: Medusa) -> None:
@@ -406,19 +413,20 @@ def test_prompts_have_log_probabilities_in_vllms_form(server: Served) -> None:
     answer = completion(server, prompt_logprobs=2, logprobs=1, n=2)
     for choice in answer["choices"]:
         rows = choice["prompt_logprobs"]
-        assert rows[0] is None and len(rows) == len(IDS) and len(choice["logprobs"]["tokens"]) == 12
+        assert rows[0] is None
+        assert len(rows) == len(IDS)
+        assert len(choice["logprobs"]["tokens"]) == 12
         for row, token, logprob in zip(rows[1:], IDS[1:], echoed[1:], strict=False):
-            assert (
-                row[str(token)]["logprob"] == pytest.approx(logprob, abs=1e-4)
-                and 2 <= len(row) <= 3
-            )
+            assert row[str(token)]["logprob"] == pytest.approx(logprob, abs=1e-4)
+            assert 2 <= len(row) <= 3
             assert {entry["rank"] for entry in row.values()} >= {1, 2}
     assert all(
         max(len(top) for top in choice["logprobs"]["top_logprobs"]) <= 2
         for choice in answer["choices"]
     )
     plain = chat_of(server, prompt_logprobs=0)
-    assert plain["prompt_logprobs"][0] is None and plain["choices"][0]["logprobs"] is None
+    assert plain["prompt_logprobs"][0] is None
+    assert plain["choices"][0]["logprobs"] is None
     assert server.post({**SHORT, "prompt_logprobs": 1, "stream": True})[0] == 400
 
 
@@ -436,10 +444,8 @@ def test_token_ids_are_returned_if_asked_for(server: Served, medusa: Medusa) -> 
     assert choices[0]["prompt_token_ids"] == IDS
     assert [id for choice in choices for id in choice.get("token_ids", ())] == ids
     whole = chat_of(server, return_token_ids=True)
-    assert (
-        whole["prompt_token_ids"]
-        and len(whole["choices"][0]["token_ids"]) == whole["usage"]["completion_tokens"]
-    )
+    assert whole["prompt_token_ids"]
+    assert len(whole["choices"][0]["token_ids"]) == whole["usage"]["completion_tokens"]
     assert "token_ids" not in completion(server)["choices"][0]
 
 
@@ -468,14 +474,17 @@ def test_usage_comes_with_each_chunk_if_asked_for(server: Served) -> None:
     options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     chunks = chunks_of(server, {**SHORT, **options, "ignore_eos": True})
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts) and counts[-1] == 12 and chunks[-1]["choices"] == []
+    assert counts == sorted(counts)
+    assert counts[-1] == 12
+    assert chunks[-1]["choices"] == []
     assert all(chunk["usage"]["prompt_tokens"] == len(IDS) for chunk in chunks)
 
 
 def test_answers_name_what_made_them(server: Served) -> None:
     names = {chat_of(server)["system_fingerprint"], completion(server)["system_fingerprint"]}
     names |= {chunk["system_fingerprint"] for chunk in chunks_of(server, SHORT)}
-    assert len(names) == 1 and names.pop().startswith("fp_")
+    assert len(names) == 1
+    assert names.pop().startswith("fp_")
 
 
 def test_a_chat_may_echo_its_last_message(server: Served) -> None:
@@ -497,40 +506,36 @@ def test_paths_are_served_without_a_version(server: Served) -> None:
     assert server.post(SHORT, "/completions")[2]["choices"] == completion(server)["choices"]
     assert server.post({"input": "w1"}, "/responses")[0] == 200
     [model] = json.loads(server.request("GET", "/models")[2])["data"]
-    assert model["id"] == MODEL and server.request("GET", f"/models/{MODEL}")[0] == 200
+    assert model["id"] == MODEL
+    assert server.request("GET", f"/models/{MODEL}")[0] == 200
 
 
 def test_models_tell_their_sizes(server: Served, medusa: Medusa) -> None:
     [model] = json.loads(server.request("GET", "/v1/models")[2])["data"]
     assert model["max_model_len"] == medusa.backbone.max_positions == model["meta"]["n_ctx_train"]
     props = json.loads(server.request("GET", "/props")[2])
-    assert (
-        props["default_generation_settings"]["n_ctx"] == model["max_model_len"]
-        and props["total_slots"] == 4
-    )
-    assert (
-        props["chat_template"]
-        and props["eos_token"] == "<end>"
-        and str(medusa.backbone.id) not in json.dumps(props)
-    )
+    assert props["default_generation_settings"]["n_ctx"] == model["max_model_len"]
+    assert props["total_slots"] == 4
+    assert props["chat_template"]
+    assert props["eos_token"] == "<end>"
+    assert str(medusa.backbone.id) not in json.dumps(props)
     with serving(medusa, context=28) as small:
         assert json.loads(small.request("GET", "/v1/models")[2])["data"][0]["max_model_len"] == 28
 
 
 def test_slots_tell_what_runs_without_its_text(server: Served) -> None:
     slots = json.loads(server.request("GET", "/slots")[2])
-    assert [slot["id"] for slot in slots] == [0, 1, 2, 3] and not any(
-        slot["is_processing"] for slot in slots
-    )
+    assert [slot["id"] for slot in slots] == [0, 1, 2, 3]
+    assert not any(slot["is_processing"] for slot in slots)
     assert server.request("POST", "/slots")[0] == 405
 
 
 def test_templates_are_applied(server: Served) -> None:
     status, _, answer = server.post({**CHAT, "temperature": 0}, "/apply-template")  # a whole chat
     _, _, tokens = server.post({"messages": CHAT["messages"]}, "/tokenize")
+    assert status == 200
     assert (
-        status == 200
-        and server.post({"prompt": answer["prompt"], "add_special_tokens": False}, "/tokenize")[2][
+        server.post({"prompt": answer["prompt"], "add_special_tokens": False}, "/tokenize")[2][
             "tokens"
         ]
         == tokens["tokens"]
@@ -592,19 +597,23 @@ def test_vllms_bench_reads_the_counters_of_drafts(medusa: Medusa) -> None:
     drafts, draft_tokens, accepted, by_position = vllm_figures(page)
     metrics = [figure["metrics"]["speculative_decoding"] for figure in figures]
     sums = {name: sum(one[name] for one in metrics) for name in metrics[0] if "num_" in name}
-    assert sums["num_spec_steps"] == drafts and sums["num_draft_tokens"] == draft_tokens
+    assert sums["num_spec_steps"] == drafts
+    assert sums["num_draft_tokens"] == draft_tokens
     assert sums["num_accepted_draft_tokens"] == accepted
     for one in metrics:
         histogram = one["acceptance_histogram"]
-        assert sum(histogram) == one["num_spec_steps"] and min(histogram) >= 0
+        assert sum(histogram) == one["num_spec_steps"]
+        assert min(histogram) >= 0
         accepted_here = sum(count * steps for count, steps in enumerate(histogram))
         assert accepted_here == one["num_accepted_draft_tokens"]
     assert drafts == sum(one["drafts"] for one in own) > 0
     assert draft_tokens == sum(one["drafted_tokens"] for one in own)
     assert accepted == sum(one["accepted_tokens"] for one in own) == sum(by_position.values()) > 0
     assert sum(sum(one["accepted_per_pos"]) for one in own) == accepted
-    assert [*by_position] == [*range(len(by_position))] and by_position[0] <= drafts
-    assert 'model_name="tiny"' in page and "spec_decode_num_drafts_created" not in page
+    assert [*by_position] == [*range(len(by_position))]
+    assert by_position[0] <= drafts
+    assert 'model_name="tiny"' in page
+    assert "spec_decode_num_drafts_created" not in page
 
 
 @pytest.mark.parametrize("given", [False, {"enabled": False, "figures": True}])
@@ -614,16 +623,13 @@ def test_a_request_may_decode_plainly(server: Served, given: Any) -> None:
     )
     assert plain["choices"] == drafted["choices"]
     figures = plain["usage"]["medusa"]
-    assert (
-        figures["drafted_tokens"] == 0
-        and figures["steps"] == plain["usage"]["completion_tokens"] - 1
-    )
+    assert figures["drafted_tokens"] == 0
+    assert figures["steps"] == plain["usage"]["completion_tokens"] - 1
     assert drafted["usage"]["medusa"]["drafted_tokens"] > 0
-    assert "metrics" in drafted and "metrics" not in plain
-    assert (
-        figures.get("accepted_per_pos", []) == []
-        and "accepted_per_pos" not in drafted["usage"]["medusa"]
-    )
+    assert "metrics" in drafted
+    assert "metrics" not in plain
+    assert figures.get("accepted_per_pos", []) == []
+    assert "accepted_per_pos" not in drafted["usage"]["medusa"]
     fields = {"input": "w1", "max_output_tokens": 8, "speculative": {"figures": True}}
     assert server.post(fields, "/v1/responses")[2]["usage"]["medusa"]["drafts"] > 0
 
@@ -654,7 +660,8 @@ def test_the_middle_is_filled_in_where_the_model_can() -> None:
         assert backbone.tokenizer.decode(ids) == f"{names[0]}ab{names[1]}cd{names[2]}"
     with serving(Medusa(LoadedModel(backbone))) as server:
         status, _, answer = server.post({"prompt": "ab", "suffix": "cd", "max_tokens": 2})
-        assert status == 200 and answer["usage"]["prompt_tokens"] == len(ids)
+        assert status == 200
+        assert answer["usage"]["prompt_tokens"] == len(ids)
         assert server.post({"prompt": "ab", "suffix": "cd", "echo": True})[0] == 400
         assert server.post({"prompt": [5, 6], "suffix": "cd"})[0] == 400
 
@@ -703,14 +710,16 @@ def test_required_calls_are_enforced_where_markers_are_added_tokens(
         answer = chat_of(qwen, **fields)["choices"][0]
         [call] = answer["message"]["tool_calls"]
         assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Rome")
-        assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
+        assert answer["finish_reason"] == "tool_calls"
+        assert answer["message"]["content"] is None
 
 
 @pytest.mark.slow
 def test_a_call_cut_by_the_limit_is_no_call_and_the_conversation_goes_on(qwen: Served) -> None:
     fields = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 30}
     answer = chat_of(qwen, **fields)["choices"][0]
-    assert answer["finish_reason"] == "length" and "tool_calls" not in answer["message"]
+    assert answer["finish_reason"] == "length"
+    assert "tool_calls" not in answer["message"]
     assert answer["message"]["content"].startswith("<tool_call>")
     chunks = chunks_of(qwen, {**CHAT, **fields}, "/v1/chat/completions")
     parts = [
@@ -787,7 +796,8 @@ def test_a_run_with_drafts_follows_required_calls(tmp_path: Any) -> None:
     calls = [
         body["choices"][0]["message"]["tool_calls"][0]["function"] for body in (drafted, plain)
     ]
-    assert calls[0] == calls[1] and json.loads(calls[0]["arguments"])["city"]
+    assert calls[0] == calls[1]
+    assert json.loads(calls[0]["arguments"])["city"]
 
 
 def ignored_by(server: Served, body: Any, path: str = "/v1/chat/completions") -> list[str]:
@@ -813,7 +823,8 @@ def test_unknown_fields_are_ignored_and_named(server: Served) -> None:
     names = ignored_by(server, body)
     assert {"temprature", "max_token", "stream_options.loud", "messages[].mood"} <= {*names}
     assert {"messages[].content[].loud", "tools[].function.eager"} <= {*names}
-    assert len(names) == 7 and all(name.isascii() and len(name) < 99 for name in names)
+    assert len(names) == 7
+    assert all(name.isascii() and len(name) < 99 for name in names)
     assert not ignored_by(server, CHAT)
     assert ignored_by(server, {**SHORT, "unheard_of": 1}, "/v1/completions") == ["unheard_of"]
     body = {"input": "w1", "client_metadata": {"a": "b"}, "max_output_tokens": 1}
@@ -852,7 +863,8 @@ def test_tools_of_their_provider_are_skipped(server: Served) -> None:
     ]
     body = {"input": "w1 w2", "max_output_tokens": 4, "tools": [function, *others]}
     names = ignored_by(server, body, "/v1/responses")
-    assert names[0] == "tools[].type=web_search" and len(names) == 6
+    assert names[0] == "tools[].type=web_search"
+    assert len(names) == 6
     answer = server.post(body, "/v1/responses")[2]
     assert [tool["name"] for tool in answer["tools"]] == ["f"]
     chat = {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}, *others]}
@@ -934,7 +946,8 @@ def test_bias_comes_in_the_forms_of_other_servers(server: Served) -> None:
         {first.strip(): -100}, [[first.strip(), False]], [[token, -100], ["w9", 0]],
     ]  # fmt: skip
     answers = {completion(server, logit_bias=bias)["choices"][0]["text"] for bias in forms}
-    assert len(answers) == 1 and answers != {completion(server)["choices"][0]["text"]}
+    assert len(answers) == 1
+    assert answers != {completion(server)["choices"][0]["text"]}
 
 
 @pytest.mark.slow
@@ -1035,7 +1048,8 @@ def test_past_items_of_other_models_are_skipped(server: Served) -> None:
     )
     reference = {"input": [user, {"type": "item_reference", "id": "msg_1"}]}
     status, _, refused = server.post(reference, "/v1/responses")
-    assert status == 400 and "store: false" in refused["error"]["message"]
+    assert status == 400
+    assert "store: false" in refused["error"]["message"]
     assert "_kind" not in refused["error"]["message"]
 
 

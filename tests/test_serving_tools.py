@@ -114,9 +114,8 @@ def test_answers_follow_a_schema(served: Served, path: str, temperature: float) 
     [choice] = answer["choices"]
     text = choice["text"] if path == "/v1/completions" else choice["message"]["content"]
     jsonschema.validate(PERSON, json.loads(text))
-    assert (
-        choice["finish_reason"] == "stop" and answer["usage"]["medusa"]["acceptance_length"] > 1.2
-    )
+    assert choice["finish_reason"] == "stop"
+    assert answer["usage"]["medusa"]["acceptance_length"] > 1.2
 
 
 def test_other_forms_are_followed(served: Served) -> None:
@@ -140,7 +139,8 @@ def test_openai_parses_pydantic_models(served: Served) -> None:
         )
         assert isinstance(done.choices[0].message.parsed, City)
     done = client.responses.parse(model=MODEL, input="Ada", text_format=City, max_output_tokens=300)
-    assert isinstance(done.output_parsed, City) and done.status == "completed"
+    assert isinstance(done.output_parsed, City)
+    assert done.status == "completed"
 
 
 def check_call(call: Any) -> None:
@@ -149,7 +149,9 @@ def check_call(call: Any) -> None:
     jsonschema.validate(
         WEATHER if call.function.name == "get_weather" else {"maxProperties": 0}, arguments
     )
-    assert call.id and call.type == "function" and call.function.name in NAMES
+    assert call.id
+    assert call.type == "function"
+    assert call.function.name in NAMES
 
 
 @pytest.mark.slow
@@ -167,7 +169,8 @@ def test_required_tools_are_called(served: Served, choice: Any) -> None:
             "max_tokens": 200,
         }
         [done] = client.chat.completions.create(model=MODEL, messages=ASK, **rules).choices
-        assert done.finish_reason == "tool_calls" and done.message.content is None
+        assert done.finish_reason == "tool_calls"
+        assert done.message.content is None
         [call] = done.message.tool_calls
         check_call(call)
         assert choice == "required" or call.function.name == "get_weather"
@@ -178,7 +181,8 @@ def test_required_tools_are_called(served: Served, choice: Any) -> None:
         assert [part.function.name for part in parts if part.function.name] == [call.function.name]
         assert "".join(part.function.arguments for part in parts) == call.function.arguments
         assert len(parts) > 1 or call.function.name == "now"
-        assert deltas[-1][1] == "tool_calls" and not any(delta.content for delta, _ in deltas)
+        assert deltas[-1][1] == "tool_calls"
+        assert not any(delta.content for delta, _ in deltas)
 
 
 def test_openais_stream_collects_calls(served: Served) -> None:
@@ -189,10 +193,8 @@ def test_openais_stream_collects_calls(served: Served) -> None:
         events = [event.type for event in stream]
         [call] = stream.get_final_completion().choices[0].message.tool_calls
     check_call(call)
-    assert (
-        "tool_calls.function.arguments.delta" in events
-        and "tool_calls.function.arguments.done" in events
-    )
+    assert "tool_calls.function.arguments.delta" in events
+    assert "tool_calls.function.arguments.done" in events
 
 
 def test_several_calls_are_read(served: Served) -> None:
@@ -204,7 +206,8 @@ def test_several_calls_are_read(served: Served) -> None:
     }
     choice = chat(served, temperature=1.0, max_tokens=800, **fields)
     calls = choice["message"]["tool_calls"]
-    assert len({call["id"] for call in calls}) == len(calls) and 2 < len(calls) <= MAX_CALLS
+    assert len({call["id"] for call in calls}) == len(calls)
+    assert 2 < len(calls) <= MAX_CALLS
 
 
 def test_an_answer_may_call_or_follow_a_schema(served: Served) -> None:
@@ -443,7 +446,8 @@ def test_some_of_the_tools_may_be_allowed(served: Served) -> None:
     other = '{"name": "get_weather", "arguments": {}}'
     fields["tool_choice"]["allowed_tools"]["mode"] = "auto"
     choice = chat(served, **fields, structured_outputs={"regex": re.escape(other)})
-    assert choice["message"]["content"] == other and "tool_calls" not in choice["message"]
+    assert choice["message"]["content"] == other
+    assert "tool_calls" not in choice["message"]
 
     flat = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function"}]}
     flat["tools"][0]["name"] = "now"
@@ -453,7 +457,8 @@ def test_some_of_the_tools_may_be_allowed(served: Served) -> None:
     assert answer["tool_choice"] == flat
     flat["tools"][0]["name"] = "other"
     status, _, answer = served.post(body, "/v1/responses")
-    assert status == 400 and "other" in answer["error"]["message"]
+    assert status == 400
+    assert "other" in answer["error"]["message"]
 
 
 def test_streams_that_may_call_begin_without_a_text(served: Served) -> None:
@@ -519,7 +524,8 @@ def test_calls_after_a_marker_follow_their_schema(
         jsonschema.validate(schema, json.loads(arguments))
     policy = StaticTreePolicy(SPARSE, ngrams=drafted == "n-grams")
     steps = list(generate(backbone, medusa_drafter(backbone), policy, PROMPT, **rules))
-    assert tokens_of(steps) == tokens and len(steps) < 0.8 * len(tokens)
+    assert tokens_of(steps) == tokens
+    assert len(steps) < 0.8 * len(tokens)
 
 
 @pytest.mark.quick("False-tools <tool_call>", "None-tools <tool_call>")
@@ -663,12 +669,12 @@ def test_a_call_that_the_end_cuts_is_content() -> None:
     assert CallReader(["f"]).feed(CUT, last=True) == {"content": CUT}
     whole = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     delta = CallReader(["f"]).feed(whole + CUT, last=True)
-    assert len(delta["tool_calls"]) == 1 and delta["content"].endswith(
-        CUT.removeprefix("<tool_call>")
-    )
+    assert len(delta["tool_calls"]) == 1
+    assert delta["content"].endswith(CUT.removeprefix("<tool_call>"))
     reader = CallReader(["f"])  # of a stream, which has sent a part of it
     [call] = reader.feed(CUT)["tool_calls"]
-    assert reader.feed("", last=True) == {} and call["function"]["arguments"] == '{"city": "'
+    assert reader.feed("", last=True) == {}
+    assert call["function"]["arguments"] == '{"city": "'
 
 
 @pytest.mark.quick("None-hermes")
@@ -702,7 +708,8 @@ def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool |
         )
         text = backbone.decode(tokens, keep)
         delta = CallReader(NAMES).feed(text, last=True)
-        assert tokens[-1] == END_ID and "content" not in delta, text
+        assert tokens[-1] == END_ID, text
+        assert "content" not in delta, text
         assert special is None or template == "<|python_tag|>" or tokens[0] in keep
         for call in delta["tool_calls"]:
             arguments = json.loads(call["function"]["arguments"])
@@ -746,11 +753,9 @@ def test_bad_forms_are_refused_by_name(served: Served, fields: dict[str, Any], p
     status, _, answer = served.post(
         {"model": MODEL, "messages": ASK, **more, **fields}, "/v1/chat/completions"
     )
-    assert (
-        status == 400
-        and answer["error"]["param"] == param
-        and "@" not in answer["error"]["message"]
-    )
+    assert status == 400
+    assert answer["error"]["param"] == param
+    assert "@" not in answer["error"]["message"]
 
 
 def test_refusals_name_the_tool_the_property_and_the_keyword(served: Served) -> None:
@@ -798,8 +803,10 @@ def test_openai_creates_and_streams_responses(served: Served) -> None:
             "temperature": 0,
         }
         done = client.responses.create(model=MODEL, **rules)
-        assert done.status == "incomplete" and done.incomplete_details.reason == "max_output_tokens"
-        assert done.output_text and done.usage.output_tokens == 9
+        assert done.status == "incomplete"
+        assert done.incomplete_details.reason == "max_output_tokens"
+        assert done.output_text
+        assert done.usage.output_tokens == 9
         with client.responses.stream(model=MODEL, **rules) as stream:
             events = list(stream)
         assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -807,10 +814,8 @@ def test_openai_creates_and_streams_responses(served: Served) -> None:
             "".join(event.delta for event in events if event.type == "response.output_text.delta")
             == done.output_text
         )
-        assert (
-            events[-1].type == "response.incomplete"
-            and events[-1].response.output_text == done.output_text
-        )
+        assert events[-1].type == "response.incomplete"
+        assert events[-1].response.output_text == done.output_text
     chat_body = {"messages": [{"role": "system", "content": "short"}, *ASK], "max_tokens": 9}
     choice = chat(served, **chat_body)
     assert (
@@ -824,15 +829,14 @@ def test_responses_call_tools_and_take_results(served: Served) -> None:
     rules: dict[str, Any] = {"tools": FUNCTIONS, "tool_choice": "required", "temperature": 1.0}
     done = client.responses.create(model=MODEL, input="Ada", **rules)
     [call] = done.output
-    assert (
-        call.type == "function_call"
-        and call.name in NAMES
-        and json.loads(call.arguments) is not None
-    )
+    assert call.type == "function_call"
+    assert call.name in NAMES
+    assert json.loads(call.arguments) is not None
     with client.responses.stream(model=MODEL, input="Ada", **rules) as stream:
         names = {event.type for event in stream}
         [streamed] = stream.get_final_response().output
-    assert streamed.name in NAMES and "response.function_call_arguments.done" in names
+    assert streamed.name in NAMES
+    assert "response.function_call_arguments.done" in names
     items = [{"role": "user", "content": "Ada"}, call.model_dump(exclude_none=True)]
     items.append({"type": "function_call_output", "call_id": call.call_id, "output": "noon"})
     last = client.responses.create(model=MODEL, input=items, tools=FUNCTIONS, max_output_tokens=5)
@@ -877,7 +881,8 @@ def test_other_responses_are_refused_by_name(
     served: Served, fields: dict[str, Any], param: str | None
 ) -> None:
     status, _, answer = served.post({"model": MODEL, "input": "Ada", **fields}, "/v1/responses")
-    assert status == 400 and answer["error"]["param"] == param, answer
+    assert status == 400, answer
+    assert answer["error"]["param"] == param, answer
 
 
 def test_a_response_cut_by_its_limit_is_that_of_its_stream(served: Served) -> None:
@@ -886,7 +891,8 @@ def test_a_response_cut_by_its_limit_is_that_of_its_stream(served: Served) -> No
     for limit in (15, 60, 120):
         given = {**body, "max_output_tokens": limit}
         status, _, whole = served.post(given, "/v1/responses")
-        assert status == 200 and (whole["status"] == "incomplete" or limit > 15)
+        assert status == 200
+        assert whole["status"] == "incomplete" or limit > 15
         _, _, text = served.request("POST", "/v1/responses", {**given, "stream": True})
         events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
         items = [events[-1]["response"]["output"], whole["output"]]
@@ -907,7 +913,8 @@ def test_functions_of_a_namespace_are_called_by_their_namespace(served: Served) 
     status, _, answer = served.post(body, "/v1/responses")
     assert status == 200, answer
     call = answer["output"][0]
-    assert call["namespace"] == "weather" and call["name"] in NAMES
+    assert call["namespace"] == "weather"
+    assert call["name"] in NAMES
     past = [{"role": "user", "content": "Ada"}, call]
     past.append({"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"})
     again = {"input": past, "tools": spaces, "max_output_tokens": 4}
@@ -938,4 +945,5 @@ def test_different_constraints_are_refused(served: Served) -> None:
     for name, form in (("guided_grammar", 'start: "c"'), ("regex", "[ab]"), ("json_schema", {})):
         body = {"messages": ASK, "structured_outputs": {"grammar": GRAMMAR}, name: form}
         status, _, answer = served.post(body, "/v1/chat/completions")
-        assert status == 400 and name in answer["error"]["message"]
+        assert status == 400
+        assert name in answer["error"]["message"]

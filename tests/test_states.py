@@ -179,7 +179,8 @@ def test_drafter_that_reads_the_last_token_again_makes_the_slot_begin_anew() -> 
     prompt = PROMPTS[1]
     text = [*prompt, *answer_of("lfm2", tuple(prompt))[:-1]]
     reused = reuse(backbone, [prompt, [*text, 9, 30], [*prompt, 60]], drafter, SPARSE.truncate(3))
-    assert reused[0] == 0 and all(count in (0, len(prompt), len(text)) for count in reused[1:])
+    assert reused[0] == 0
+    assert all(count in (0, len(prompt), len(text)) for count in reused[1:])
 
 
 @pytest.mark.parametrize("engine_name", ["eager", "native"])
@@ -210,7 +211,8 @@ def test_large_states_cut_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "NODE_STATES", 4 * backbone.engine._state_bytes)
     text = [*prompt, *answer_of("qwen3_5_text", tuple(prompt))]
     steps = list(answer(decoder_of(backbone, Known([text], 1.0), SPARSE), prompt, **RULES))
-    assert tokens_of(steps) == text[len(prompt) :] and max(step.nodes for step in steps) == 4
+    assert tokens_of(steps) == text[len(prompt) :]
+    assert max(step.nodes for step in steps) == 4
 
 
 def test_cache_goes_back_to_its_latest_snapshots_only() -> None:
@@ -225,7 +227,8 @@ def test_cache_goes_back_to_its_latest_snapshots_only() -> None:
     before = cache.nbytes
     cache.swap(0, 1)
     cache.truncate(1, 4)
-    assert cache.states[0, "conv", 0][1].tolist() == [4.0] * 3 and cache.lengths == [0, 4]
+    assert cache.states[0, "conv", 0][1].tolist() == [4.0] * 3
+    assert cache.lengths == [0, 4]
     assert cache.nbytes < before
     cache.lengths[1] = 9
     with pytest.raises(ValueError, match="slot 1"):

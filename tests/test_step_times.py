@@ -58,7 +58,9 @@ def test_steps_are_timed_after_a_long_text_too(
 
     monkeypatch.setattr(type(backbone.engine), "forward", watch)
     costs = measure_step_times(backbone, drafter, rounds=1, sizes=(1, 2))
-    assert costs.longer is not None and costs.longer.context > 3500 and max(lengths) > 3500
+    assert costs.longer is not None
+    assert costs.longer.context > 3500
+    assert max(lengths) > 3500
     assert sorted(costs.longer.verify) == [1, 2]
     assert not lengths & set(range(300 + 64, 3500))  # the tokens between are not run
     assert costs.step(2, 1, length=2000) >= costs.step(2, 1)
@@ -96,7 +98,9 @@ def test_timed_rows_of_a_mixture_choose_different_experts(monkeypatch: pytest.Mo
             module.register_forward_hook(watch)
     measure_step_times(backbone, step_times.NullDrafter(), context=20, rounds=1, sizes=(1, 8))
     time_rows(backbone, (1, 12), context=20, rounds=1)
-    assert set(chosen[1]) == {2} and min(chosen[8]) > 4 and min(chosen[12]) > 5
+    assert set(chosen[1]) == {2}
+    assert min(chosen[8]) > 4
+    assert min(chosen[12]) > 5
 
 
 def test_times_are_those_of_one_build_of_the_library_and_one_shape(
@@ -140,7 +144,8 @@ def test_machine_times_models_of_every_context_by_default(positions: int, tmp_pa
     assert list(document["contexts"]) == [str(positions - 3)]
     assert "random" in document["tokens"]
     wrong = medusa("machine", "--model", model, "--context", positions, exit_code=2)
-    assert "--context" in wrong.stderr and str(positions - 3) in wrong.stderr
+    assert "--context" in wrong.stderr
+    assert str(positions - 3) in wrong.stderr
 
 
 @pytest.mark.slow

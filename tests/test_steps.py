@@ -43,10 +43,8 @@ def machine(model: str, contexts: str, *words: str, exit_code: int = 0) -> Resul
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 def test_every_size_is_timed(engine: str) -> None:
     times = time_rows(tiny_backbone(engine=engine), (1, 2, 7), context=9, rounds=2)
-    assert (
-        list(times["step_ms"]) == ["1", "2", "7"]
-        and min(times["prefill_s"], *times["step_ms"].values()) > 0
-    )
+    assert list(times["step_ms"]) == ["1", "2", "7"]
+    assert min(times["prefill_s"], *times["step_ms"].values()) > 0
     # Two layers, keys and values, two key heads, 9 + 7 positions, 8 wide, fp32; the native engine pads values to 16.
     exact = 2 * 2 * 2 * 16 * 8 * 4
     assert times["cache_bytes"] == exact * (1.5 if engine == "native" else 1)
@@ -56,7 +54,8 @@ def test_every_size_is_timed(engine: str) -> None:
 def test_a_random_model_of_a_named_shape_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(model_load.SHAPES, "small", (64, 32, 64, 2, 4, 2, 128))
     document = json.loads(machine("random:small", "20", "--json").stdout)
-    assert document["model"] == "random:small" and document["dtype"] == "float32"
+    assert document["model"] == "random:small"
+    assert document["dtype"] == "float32"
     assert "huge" in machine("random:huge", "20", exit_code=2).stderr
 
 
@@ -78,13 +77,13 @@ def test_a_step_reads_every_weight_once(family: str, tied: bool) -> None:
 def test_the_command_prints_a_table_or_json(engine: str, model: str) -> None:
     assert engine in machine(model, "20", "--engine", engine).stdout
     document = json.loads(machine(model, "440,20", "--json", "--engine", engine).stdout)
-    assert document["engine"].startswith(engine) and list(document["contexts"]) == ["20", "440"]
+    assert document["engine"].startswith(engine)
+    assert list(document["contexts"]) == ["20", "440"]
     small, large = (document["contexts"][size] for size in ("20", "440"))
-    assert (
-        list(small["step_ms"]) == [str(n) for n in ROWS]
-        and small["cache_bytes"] < large["cache_bytes"]
-    )
-    assert document["ceiling_ms"] > 0 and document["weight_bytes"] > 0
+    assert list(small["step_ms"]) == [str(n) for n in ROWS]
+    assert small["cache_bytes"] < large["cache_bytes"]
+    assert document["ceiling_ms"] > 0
+    assert document["weight_bytes"] > 0
 
 
 def test_the_longest_context_is_timed(model: str) -> None:
@@ -127,7 +126,9 @@ def test_gpu_probe_goes_on_behind_faults_and_limits(
         report = gpu_probe.run(lab, tmp_path, 100.0)
         assert [line["reached"] for name in "abc" for line in report.of(name)] == [1, 1]
         ends = [line["ended"] for line in report.of("end")]
-        assert "out of memory" in ends[0] and "time" in ends[1] and len(ends) == 3
+        assert "out of memory" in ends[0]
+        assert "time" in ends[1]
+        assert len(ends) == 3
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +200,8 @@ def test_every_axis_has_its_points(place: Path, axis: str, values: str, expected
     assert all(sampled) if axis in ("epsilon", "temperature") else not any(sampled)
     before = points(place)
     again = json.loads(sweep(place, axis, "--values", values).stdout)
-    assert again["points"] == document["points"] and points(place) == before
+    assert again["points"] == document["points"]
+    assert points(place) == before
     # The trees are the question of this axis: n-gram drafts are added on request only.
     benches = [
         json.loads((place / "mine/bench/sweep" / name).read_text())["bench"] for name in before
@@ -225,22 +227,22 @@ def test_known_points_are_measured_again_only_after_a_change(
         sweep(place, "epsilon", "--values", *more)
         return len(points(place)) - before
 
-    assert (
-        measured("0.1,0.2") == 2
-        and measured("0.1,0.2,0.3") == 1
-        and measured("0.1,0.2", "--max-new-tokens", "9") == 2
-    )
+    assert measured("0.1,0.2") == 2
+    assert measured("0.1,0.2,0.3") == 1
+    assert measured("0.1,0.2", "--max-new-tokens", "9") == 2
     assert measured("0.2", "--no-lookup") == 1
     (place / "q.jsonl").write_text('{"turns": ["w3"]}')
     assert measured("0.2") == 1
     (place / "mine/calibration.json").write_text('{"accuracies": [[0.4, 0.2, 0.1]]}')
     assert measured("0.2") == 1
     monkeypatch.setattr(sweeping, "weights_of", lambda model: "trained further")
-    assert measured("0.2") == 1 and measured("0.2") == 0
+    assert measured("0.2") == 1
+    assert measured("0.2") == 0
     # Of what would be another device, only the name differs here.
     monkeypatch.setattr(sweeping, "resolve_device", lambda device: "meta")
     monkeypatch.setattr(sweeping, "environment", lambda device: {"accelerator": device.type})
-    assert measured("0.2") == 1 and measured("0.2") == 0
+    assert measured("0.2") == 1
+    assert measured("0.2") == 0
     monkeypatch.setattr(sweeping, "resolve_device", lambda device: "cpu")
     assert measured("0.2") == 1
 
@@ -258,5 +260,6 @@ def test_a_sweep_killed_at_any_point_goes_on_and_measures_none_twice(place: Path
     assert len(before) >= wanted
     document = json.loads(sweep(place, "nodes", "--values", "2,5").stdout)
     after = points(place)
-    assert {name: after[name] for name in before} == before and len(after) == document["of"]
+    assert {name: after[name] for name in before} == before
+    assert len(after) == document["of"]
     assert series(document)["medusa, static"] == series(document)["medusa, dynamic"] == [2, 5]

@@ -121,7 +121,8 @@ def test_text_ends_before_the_first_stop_string(sizes: list[int]) -> None:
 @pytest.mark.parametrize("sizes", [[1] * 12, [12], [5, 7], [8, 4]])
 def test_tokens_end_with_the_one_that_completes_the_stop_string(sizes: list[int]) -> None:
     reply, _ = reply_to("one <end> x<", sizes, ["<end>"])
-    assert "".join(map(chr, reply.tokens)) == "one <end>" and reply.stats.tokens == 9
+    assert "".join(map(chr, reply.tokens)) == "one <end>"
+    assert reply.stats.tokens == 9
     assert reply.step.tokens == reply.tokens[-len(reply.step.tokens) :]
 
 
@@ -141,9 +142,11 @@ def test_stop_string_leaves_out_the_rest_of_a_step(drafts: bool) -> None:
         reply.add(step, None)
         if reply.finish_reason:
             break
-    assert reply.tokens == whole[: len(reply.tokens)] and len(reply.tokens) <= 8
+    assert reply.tokens == whole[: len(reply.tokens)]
+    assert len(reply.tokens) <= 8
     assert [likely.token for likely in reply.likelihoods] == reply.tokens
-    assert text in backbone.decode(reply.tokens) and text not in backbone.decode(reply.tokens[:-1])
+    assert text in backbone.decode(reply.tokens)
+    assert text not in backbone.decode(reply.tokens[:-1])
     assert text not in reply.text
 
 
@@ -175,7 +178,8 @@ def test_stop_string_may_be_a_special_token_or_contain_one() -> None:
     for stop in (names[6], f"{names[first - 1]} {names[6]}"):
         reply = Answer(backbone, [stop])
         reply.add(Step(whole), None)
-        assert reply.finish_reason == "stop" and reply.tokens == whole[: first + 1]
+        assert reply.finish_reason == "stop"
+        assert reply.tokens == whole[: first + 1]
         assert stop not in reply.text
 
 
@@ -319,7 +323,8 @@ def test_bytes_that_are_no_character_are_shown_in_time_that_grows_with_their_num
     parts = [stream.add([0xBB]) for _ in range(3000)]
     assert "".join(parts) + stream.flush() == "\ufffd" * 3000
     assert max(map(len, parts)) <= 2 * MAX_BYTE_RUN
-    assert max(read) <= 2 * MAX_LINE_TOKENS + 1 and len(read) <= 2 * 3000
+    assert max(read) <= 2 * MAX_LINE_TOKENS + 1
+    assert len(read) <= 2 * 3000
 
 
 def test_all_stop_strings_are_found_as_a_search_for_each_finds_them() -> None:

@@ -204,7 +204,8 @@ def test_layers_hold_four_bits_and_nothing_is_kept_twice() -> None:
     engine = backbone_over_tiles("llama", "int4").engine
     whole = sum(weight.numel() for weight in tiny_model().model.layers.parameters())
     layers = sum(layer.nbytes for layer in engine.layers)
-    assert layers < 0.65 * whole and engine.weight_bytes == layers + stored_bytes(engine.head)
+    assert layers < 0.65 * whole
+    assert engine.weight_bytes == layers + stored_bytes(engine.head)
     kept = stored_bytes(engine.backbone.model.model.layers)
     assert kept < 0.1 * layers
 
@@ -237,7 +238,8 @@ def test_a_kernel_that_does_not_run_or_is_wrong_is_not_used(
     wrong = tile_network.difference(
         lambda x, parts: 1.1 * plain_kernels.tile_matmul(x, parts), tiles
     )
-    assert wrong is not None and "%" in wrong
+    assert wrong is not None
+    assert "%" in wrong
     assert tile_network._kernel_for(packed, CPU) is None
     # A GPU's driver is missing here.
     assert tile_network._kernel_for(packed, torch.device("cuda")) is None
@@ -283,7 +285,8 @@ def test_options_choose_the_engine_of_the_device() -> None:
 
 def needs(path: str, **options: Any) -> int:
     needed = memory.memory_of(ModelSource.of(path), LoadOptions(dtype="bf16", **options), CPU)
-    assert needed is not None and needed.total > needed.weights
+    assert needed is not None
+    assert needed.total > needed.weights
     return needed.weights
 
 
@@ -328,6 +331,7 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers_and_not_read(
     (drafter / "model.safetensors").write_bytes(bytes(20_000_000))
     with pytest.raises(UserError, match=r"0\.01 GB free") as refused:
         load_backbone(path, drafter=drafter)
-    assert "drafter 0.02" in refused.value.message and refused.value.remedy
+    assert "drafter 0.02" in refused.value.message
+    assert refused.value.remedy
     with pytest.raises(UserError, match="GB"):
         load_backbone("random:1b")

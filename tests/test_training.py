@@ -145,7 +145,8 @@ def stop_at(
 
 def test_rate_warms_up_and_falls_to_its_floor() -> None:
     rates = [learning_rate(step, 100, min_ratio=0.1, warmup=8) for step in range(100)]
-    assert rates[0] == pytest.approx(1 / 9) and rates[8] == 1.0 == max(rates)
+    assert rates[0] == pytest.approx(1 / 9)
+    assert rates[8] == 1.0 == max(rates)
     assert rates[-1] == pytest.approx(0.1)
     assert rates[8:] == sorted(rates[8:], reverse=True)
 
@@ -168,7 +169,8 @@ def test_heads_learn_and_the_backbone_stays(run: Run, words: str) -> None:
     events = list(trainer(run, *words, backbone=backbone).events())
     steps = [event for event in events if isinstance(event, Stepped)]
     checks = [event for event in events if isinstance(event, Validated)]
-    assert steps[-1].loss < 0.8 * steps[0].loss and checks[-1].loss < checks[0].loss
+    assert steps[-1].loss < 0.8 * steps[0].loss
+    assert checks[-1].loss < checks[0].loss
     assert all(torch.equal(p, before[name]) for name, p in backbone.model.named_parameters())
 
 
@@ -188,7 +190,8 @@ def test_steps_that_do_not_fit_in_the_time_are_left_out_and_the_rate_falls(run: 
     short.seconds_left = lambda: 1e9 if short.step < 4 else 0.0
     steps = [event for event in short.events() if isinstance(event, Stepped)]
     assert [event.step for event in steps] == [1, 2, 3, 4]
-    assert short.step == short.steps == 4 and short.progress(4) == 1.0
+    assert short.step == short.steps == 4
+    assert short.progress(4) == 1.0
     assert short.positions == short.positions_done < whole.positions
 
 
@@ -344,8 +347,10 @@ def test_coverage_of_the_held_out_answers_is_told(run: Run, model: str, tmp_path
         for token in item.tokens[start:end]
     ]
     share = sum(token in known for token in tokens) / len(tokens)
-    assert figures["held_out_coverage"] == pytest.approx(share) and 0 < share < 0.9
-    assert f"{share:.1%}" in done.stderr and "draft_vocab_size" in done.stderr
+    assert figures["held_out_coverage"] == pytest.approx(share)
+    assert 0 < share < 0.9
+    assert f"{share:.1%}" in done.stderr
+    assert "draft_vocab_size" in done.stderr
 
 
 def test_start_by_mistake_costs_neither_checkpoint_nor_log_nor_recipe(
@@ -401,7 +406,8 @@ def test_full_disk_keeps_the_last_good_checkpoint(
     with pytest.raises(Exception, match="No space left|could not be written"):
         list(trainer(run, "train.epochs=3").events())
     monkeypatch.setattr(torch, "save", save)
-    assert len(saved) == 2 and load(checkpoint_path(run)).step == 4
+    assert len(saved) == 2
+    assert load(checkpoint_path(run)).step == 4
     names = sorted(path.name for path in run.path.iterdir() if "checkpoint" in path.name)
     assert names == ["checkpoint.pt", "checkpoint_best.pt"]
     assert losses(trainer(run, "train.epochs=3", resume=True)) == expected[4:]
@@ -430,12 +436,10 @@ def test_library_call_trains_and_shows_its_progress(run: Run, model: str) -> Non
         options=LoadOptions(dtype="fp32"),
         show=lambda *progress, **_: shown.append(progress),
     )
-    assert (
-        trained is not None
-        and trained.run is run
-        and not trained.stopped
-        and trained.figures["steps"] > 2
-    )
+    assert trained is not None
+    assert trained.run is run
+    assert not trained.stopped
+    assert trained.figures["steps"] > 2
     figures = trained.figures
     assert [name for name, *_ in shown].count("training") == figures["steps"] + 1
     assert shown[-1] == ("training", figures["positions"], figures["positions"])
@@ -449,8 +453,10 @@ def test_library_call_trains_and_shows_its_progress(run: Run, model: str) -> Non
 def test_command_trains_and_prints_its_results(run: Run, model: str) -> None:
     result = medusa(*words_of(run, model, "drafter.num_heads=3", "--json"))
     document = json.loads(result.stdout)
-    assert document["heads"] == 3 and len(document["validation"]["accuracies"]) == 3
-    assert document["tokens_per_s"] > 0 and document["drafter"] == str(run.drafter_dir)
+    assert document["heads"] == 3
+    assert len(document["validation"]["accuracies"]) == 3
+    assert document["tokens_per_s"] > 0
+    assert document["drafter"] == str(run.drafter_dir)
     assert "3 medusa heads" in result.stderr.splitlines()[0]
     config = json.loads((run.drafter_dir / "config.json").read_text())
     assert config["provenance"]["backbone"]["id"] == model
@@ -659,7 +665,8 @@ def test_heads_without_a_position_have_no_loss_and_no_accuracy(kind: str, run: R
     assert {type(event) for event in events} == {Stepped, Validated}
     for event in events:
         for values in (event.head_losses, event.accuracies):
-            assert values[0] is not None and values[1:] == [None, None]
+            assert values[0] is not None
+            assert values[1:] == [None, None]
 
 
 def test_heads_without_a_position_are_told(run: Run, model: str) -> None:
@@ -671,9 +678,11 @@ def test_heads_without_a_position_are_told(run: Run, model: str) -> None:
             result.stderr.split()
         )
     lines = [line for line in read_log(run.path / "train.jsonl") if line["event"] != "saved"]
-    assert lines and all(line["accuracies"][1:] == [None, None] for line in lines)
+    assert lines
+    assert all(line["accuracies"][1:] == [None, None] for line in lines)
     checked = medusa("doctor", "--run", f"{run.path}/", "--model", model, "--quick", exit_code=None)
-    assert "Traceback" not in checked.stderr and checked.exit_code in (0, 1)
+    assert "Traceback" not in checked.stderr
+    assert checked.exit_code in (0, 1)
     (row,) = medusa_json("compare", f"{run.path}/")
     assert row["accuracies"][1:] == [None, None]
     assert medusa("compare", f"{run.path}/").stdout
@@ -700,10 +709,8 @@ def test_the_drafter_is_the_best_validations_not_the_last_steps(
     monkeypatch.setattr(Trainer, "train_step", noted)
     result = json.loads(medusa(*words_of(run, model, *words, "--json")).stdout)
     assert result["best_step"] == 5 < result["steps"]
-    assert (
-        result["expected_acceptance"] == pytest.approx(1 + 0.9 + 0.45)
-        and result["validation"]["loss"] == 1
-    )
+    assert result["expected_acceptance"] == pytest.approx(1 + 0.9 + 0.45)
+    assert result["validation"]["loss"] == 1
     drafter = load_kind(MedusaHeads, run.drafter_dir, tiny_backbone())
     saved = {name: weight.bfloat16() for name, weight in drafter.named_parameters()}
     assert all(torch.equal(weight, kept[5][name].bfloat16()) for name, weight in saved.items())
@@ -723,7 +730,9 @@ def test_a_resumed_training_keeps_the_best_so_far(
     monkeypatch.setattr(Trainer, "validate", falling(5))
     losses(trainer(run), 9)  # the checkpoint is of step 8
     again = trainer(run, resume=True)
-    assert again.step == 8 and again.best is not None and again.best[0] == 5
+    assert again.step == 8
+    assert again.best is not None
+    assert again.best[0] == 5
     losses(again)
     assert again.best[0] == 5
     again.take_best()
@@ -757,7 +766,8 @@ def test_a_new_training_does_not_take_an_earlier_ones_best(
     with monkeypatch.context() as broken:
         broken.setattr(Trainer, "validate", falling(5))
         kill_at(7, monkeypatch, *words_of(run, model, "train.checkpoint_every=100"))
-    assert best_path(run).is_file() and not checkpoint_path(run).is_file()
+    assert best_path(run).is_file()
+    assert not checkpoint_path(run).is_file()
     kill_at(3, monkeypatch, *words_of(run, model, "train.checkpoint_every=100"))
     assert not best_path(run).is_file()
 
@@ -801,13 +811,12 @@ def test_a_logger_sees_every_step_and_validation(
     monkeypatch.setattr("medusa_cli.files.extras.has_package", lambda package: True)
     medusa(*words_of(run, model, "--logger", name))
     lines = [line for line in read_log(run.path / "train.jsonl") if line["event"] != "saved"]
-    assert [step for _, step in package.notes] == [line["step"] for line in lines] and package.ended
+    assert [step for _, step in package.notes] == [line["step"] for line in lines]
+    assert package.ended
     for (metrics, _), line in zip(package.notes, lines, strict=True):
         group = "train" if line["event"] == "stepped" else "held_out"
-        assert (
-            metrics[f"{group}/loss"] == line["loss"]
-            and metrics[f"{group}/accuracy_2"] == line["accuracies"][1]
-        )
+        assert metrics[f"{group}/loss"] == line["loss"]
+        assert metrics[f"{group}/accuracy_2"] == line["accuracies"][1]
         assert metrics.get("held_out/acceptance") == line.get("acceptance")
 
 
@@ -824,7 +833,8 @@ def test_a_resumed_training_goes_on_in_its_loggers_run(
     with logger_of("wandb", run, recipe):  # a new training is a new run
         assert package.facts["id"] is None
     with logger_of("wandb", run, recipe, resumed_at=3):
-        assert package.facts["id"] == "b2" and package.facts["resume"]
+        assert package.facts["id"] == "b2"
+        assert package.facts["resume"]
     for resumed_at, resume in ((None, "never"), (3, "allow")):
         with logger_of("trackio", run, recipe, resumed_at):
             assert package.facts["resume"] == resume
@@ -860,7 +870,8 @@ def test_tensorboard_gets_scalars_and_hides_those_that_a_resume_repeats(
     kill_at(6, monkeypatch, *words_of(run, model, "--logger", "tensorboard"))
     scalars.clear()
     medusa(*words_of(run, model, "--logger", "tensorboard", "--resume"))
-    assert firsts == [None, None, 5] and min(step for *_, step in scalars) == 5
+    assert firsts == [None, None, 5]
+    assert min(step for *_, step in scalars) == 5
 
 
 @pytest.mark.slow
@@ -917,9 +928,11 @@ def test_a_dry_run_counts_what_training_takes_and_writes_nothing(
     result = json.loads(medusa(*words_of(run, model, *words, "--json")).stdout)
     assert (facts["steps"], facts["positions"]) == (result["steps"], result["positions"])
     assert facts["positions"] == 2 * facts["answer_tokens"]  # of two epochs
-    assert facts["memory_bytes"] > 0 and facts["seconds"]["training"] > 0
+    assert facts["memory_bytes"] > 0
+    assert facts["seconds"]["training"] > 0
     again = json.loads(medusa(*words_of(run, model, *words, "--dry-run", "--json")).stdout)
-    assert again["tokens_to_run"] == 0 and (facts["tokens_to_run"] > 0) == (facts["disk_bytes"] > 0)
+    assert again["tokens_to_run"] == 0
+    assert (facts["tokens_to_run"] > 0) == (facts["disk_bytes"] > 0)
     text = medusa(*words_of(run, model, *words, "--dry-run")).stdout
     assert f"{facts['answer_tokens']:,}" in text
 

@@ -40,20 +40,21 @@ SMALL = Tree((-1, 0, 0, 1, 1, 2, 3), (0, 0, 1, 0, 2, 1, 0))
 
 
 def test_shape_is_derived_from_the_parents() -> None:
-    assert SMALL.size == 7 and SMALL.max_depth == 3
+    assert SMALL.size == 7
+    assert SMALL.max_depth == 3
     assert SMALL.depth.tolist() == [0, 1, 1, 2, 2, 2, 3]
     assert SMALL.children == ((1, 2), (3, 4), (5,), (6,), (), (), ())
-    assert SMALL.leaves == (4, 5, 6) and SMALL.path(6) == [0, 1, 3, 6] and SMALL.widths == (2, 3, 1)
+    assert SMALL.leaves == (4, 5, 6)
+    assert SMALL.path(6) == [0, 1, 3, 6]
+    assert SMALL.widths == (2, 3, 1)
     assert SMALL.choices == [[0], [1], [0, 0], [0, 2], [1, 1], [0, 0, 0]]
     for node in range(SMALL.size):  # a node sees its ancestors and itself
         assert torch.nonzero(SMALL.mask[node]).flatten().tolist() == sorted(SMALL.path(node))
     assert Tree.from_choices(SMALL.choices[::-1]).choices == SMALL.choices
-    assert Tree.dense([2, 3]).size == 1 + 2 + 6 and Tree.dense([2, 3]).truncate(1) == Tree.dense(
-        [2]
-    )
-    assert Tree.chain(3).parents == (-1, 0, 1, 2) and Tree.chain(
-        0
-    ).parents == Tree.root_only().parents == (-1,)
+    assert Tree.dense([2, 3]).size == 1 + 2 + 6
+    assert Tree.dense([2, 3]).truncate(1) == Tree.dense([2])
+    assert Tree.chain(3).parents == (-1, 0, 1, 2)
+    assert Tree.chain(0).parents == Tree.root_only().parents == (-1,)
 
 
 @pytest.mark.parametrize(
@@ -168,11 +169,10 @@ def grow_tensors(
     size = int((trees.parents != PADDING).sum())
     tree = Tree(tuple(trees.parents[0, :size].tolist()), tuple(trees.ranks[0, :size].tolist()))
     assert trees.depth[0, :size].tolist() == list(tree.depths)
-    assert (
-        torch.equal(trees.mask[0, :size, :size], tree.mask)
-        and not trees.mask[0, :size, size:].any()
-    )
-    assert (trees.parents[0, size:] == PADDING).all() and not trees.depth[0, size:].any()
+    assert torch.equal(trees.mask[0, :size, :size], tree.mask)
+    assert not trees.mask[0, :size, size:].any()
+    assert (trees.parents[0, size:] == PADDING).all()
+    assert not trees.depth[0, size:].any()
     return tree, trees.tokens[0, :size].tolist()
 
 
@@ -216,9 +216,8 @@ def test_a_level_is_drafted_if_its_nodes_pay_for_it() -> None:
     assert worth([0.8, 0.2], level=0.35) == [[False, False]]
     # In a batch, a row for each costs as much in all, and the level is shared.
     assert worth([0.8], [0.2, 0.05], level=0.35) == [[True], [True, False]]
-    assert worth([0.8], level=0.0, size=3) == [[True]] and worth([0.3], level=0.0, size=3) == [
-        [False]
-    ]
+    assert worth([0.8], level=0.0, size=3) == [[True]]
+    assert worth([0.3], level=0.0, size=3) == [[False]]
     # There are no prices beyond the largest pass, nor levels beyond the last head.
     assert worth([1.0], level=0.0, size=4) == worth([1.0], level=0.0, head=2) == [[False]]
 
@@ -237,7 +236,8 @@ def test_dynamic_trees_grow_beside_known_tokens(paths: list[list[int]]) -> None:
     alone, tokens = grow_tensors(limits, chances)
     beside, all_tokens = grow_tensors(limits, chances, *paths)
     held = [[all_tokens[node] for node in beside.path(leaf)[1:]] for leaf in range(1, beside.size)]
-    assert all(path in held for path in paths) and beside.size == alone.size + 4
+    assert all(path in held for path in paths)
+    assert beside.size == alone.size + 4
     assert all(
         [tokens[node] for node in alone.path(leaf)[1:]] in held for leaf in range(1, alone.size)
     )
@@ -247,7 +247,8 @@ def test_equal_guesses_leave_no_node_without_its_parent() -> None:
     trees = outlined(DynamicTree(4, 3, width=2), [], 5)
     for head in range(3):
         trees.extend(head, torch.zeros(1, 5, 2), torch.ones(1, 5, 2, dtype=torch.long))
-    assert trees.parents[0].tolist() == [-1, 0, 0, 1, PADDING] and trees.depth[0].tolist() == [
+    assert trees.parents[0].tolist() == [-1, 0, 0, 1, PADDING]
+    assert trees.depth[0].tolist() == [
         0,
         1,
         1,
@@ -316,7 +317,8 @@ def test_costs_are_interpolated_between_measured_sizes() -> None:
     assert [interpolate(points, n) for n in (1, 5, 9, 13, 17, 25)] == pytest.approx(expected)
     assert interpolate({1: 0.02, 4: 0.01}, 9) == 0.01  # noise makes no step cheaper and cheaper
     costs = StepTimes(points, {1: 0.001, 3: 0.005})
-    assert costs.step(9, 2) == pytest.approx(0.021) and costs.step(1, 0) == 0.010
+    assert costs.step(9, 2) == pytest.approx(0.021)
+    assert costs.step(1, 0) == 0.010
     assert costs.step(3, 3, batch=3) == pytest.approx(0.018 + 0.005)  # nine rows in one pass
 
 
@@ -341,7 +343,8 @@ def test_the_best_budget_is_the_best_of_all_sizes(slope: float) -> None:
 def test_expensive_levels_make_shallow_trees() -> None:
     assert best(costs_of(0.0001)).tree.max_depth == 3
     dear = best(costs_of(0.0001, each_level=0.006))
-    assert dear.tree.max_depth == 1 and 1 < dear.tree.size <= 5
+    assert dear.tree.max_depth == 1
+    assert 1 < dear.tree.size <= 5
 
 
 @pytest.mark.slow
@@ -357,9 +360,8 @@ def test_costs_are_measured_for_every_size_and_depth(kind: str) -> None:
         sizes=sizes,
         show=lambda *event: shown.append(event),
     )
-    assert sorted(costs.verify)[:3] == [1, 2, 5] and sorted(costs.draft) == list(
-        range(1, drafter.num_heads + 1)
-    )
+    assert sorted(costs.verify)[:3] == [1, 2, 5]
+    assert sorted(costs.draft) == list(range(1, drafter.num_heads + 1))
     assert all(seconds > 0 for seconds in (*costs.verify.values(), *costs.draft.values()))
     assert [done for _, done, *_ in shown] == list(range(1, len(shown) + 1))
     assert len(shown) >= 3 * (len(sizes) + drafter.num_heads)
@@ -404,7 +406,8 @@ def test_budget_auto_finds_a_size_and_keeps_the_times(
     )
     kept = (own_home / "timings.json").read_bytes()
     again = medusa(*words)
-    assert len(timed) == 1 and "tokens/s" in again.stdout
+    assert len(timed) == 1
+    assert "tokens/s" in again.stdout
     assert (own_home / "timings.json").read_bytes() == kept
     medusa(*words, "--measure")
     assert len(timed) == 2

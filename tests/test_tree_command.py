@@ -48,20 +48,24 @@ def test_a_budget_searches_draws_and_saves_in_the_run(folder: Path) -> None:
     shown = medusa("tree", "--run", "mine", "--budget", "10")
     saved = json.loads((folder / "runs/mine/tree.json").read_text())
     assert load_tree(folder / "runs/mine/tree.json").size == 10
-    assert saved["provenance"]["backbone"] == {"id": "tiny"} and saved["provenance"]["budget"] == 10
+    assert saved["provenance"]["backbone"] == {"id": "tiny"}
+    assert saved["provenance"]["budget"] == 10
     assert (
         f"{saved['provenance']['expected_acceptance_length']:.2f} tokens per step" in shown.stdout
     )
     assert (folder / "runs/mine/tree.png").read_bytes().startswith(b"\x89PNG")
     document = report("--run", "mine", "--budget", "6")
     assert document["nodes"] == 6 == len(document["parents"]) == len(document["choices"]) + 1
-    assert document["nodes_per_depth"][0] == 1 and sum(document["nodes_per_depth"]) == 6
-    assert document["output"] == "runs/mine/tree.json" and document["warnings"] == []
+    assert document["nodes_per_depth"][0] == 1
+    assert sum(document["nodes_per_depth"]) == 6
+    assert document["output"] == "runs/mine/tree.json"
+    assert document["warnings"] == []
 
 
 def test_bare_takes_64_nodes_of_the_default_run_or_all_of_fewer(folder: Path) -> None:
     shutil.copytree("runs/mine", "runs/default")
-    assert report()["nodes"] == 64 and Path("runs/default/tree.json").is_file()
+    assert report()["nodes"] == 64
+    assert Path("runs/default/tree.json").is_file()
     assert report("--run", "small")["nodes"] == 7
     for budget in (1, POSSIBLE):
         assert report("--run", "mine", "--budget", str(budget))["nodes"] == budget
@@ -73,7 +77,8 @@ def test_bare_without_runs_takes_the_drafter_that_ships_and_leaves_it_alone(
     shipped = calibrate(folder / "package")
     monkeypatch.setattr(Run, "pretrained", classmethod(lambda cls, model: cls(shipped)))
     shown = medusa("tree")
-    assert "64 nodes" in shown.stderr and "not saved" in shown.stdout
+    assert "64 nodes" in shown.stderr
+    assert "not saved" in shown.stdout
     assert [path.name for path in shipped.iterdir()] == ["calibration.json"]
 
 
@@ -81,10 +86,12 @@ def test_a_calibration_file_alone_saves_only_to_given_paths(folder: Path) -> Non
     elsewhere = calibrate(folder / "elsewhere")
     words = ["--calibration", str(elsewhere / "calibration.json")]
     document = report(*words, "--budget", "5")
-    assert document["output"] is None and document["picture"] is None
+    assert document["output"] is None
+    assert document["picture"] is None
     assert [path.name for path in elsewhere.iterdir()] == ["calibration.json"]
     report(*words, "--output", "new/t.json")
-    assert load_tree(folder / "new/t.json").size == 64 and (folder / "new/t.png").is_file()
+    assert load_tree(folder / "new/t.json").size == 64
+    assert (folder / "new/t.png").is_file()
 
 
 def test_an_output_that_its_picture_would_replace_is_refused(folder: Path) -> None:
@@ -94,10 +101,8 @@ def test_an_output_that_its_picture_would_replace_is_refused(folder: Path) -> No
 
 def test_a_shape_needs_no_calibration_and_is_judged_by_the_runs_own(folder: Path) -> None:
     document = report("--shape", "4,3,2", "--output", "dense.json")
-    assert (
-        document["nodes_per_depth"] == [1, 4, 12, 24]
-        and document["expected_acceptance_length"] is None
-    )
+    assert document["nodes_per_depth"] == [1, 4, 12, 24]
+    assert document["expected_acceptance_length"] is None
     assert load_tree(folder / "dense.json").size == 41
     a, b, c = (row[0] for row in ACCURACIES)
     document = report("--run", "mine", "--shape", "1,1,1")
@@ -113,9 +118,11 @@ def test_medusa_choices_are_taken_and_heads_limit_the_depth(folder: Path) -> Non
 
 def test_what_the_heads_lack_is_warned_of(folder: Path) -> None:
     [deep] = report("--run", "mine", "--shape", "1,1,1,1")["warnings"]
-    assert "4" in deep and "--heads 3" in deep
+    assert "4" in deep
+    assert "--heads 3" in deep
     [wide] = report("--run", "mine", "--shape", "2,6")["warnings"]
-    assert wide.startswith("head 2") and "6" in wide
+    assert wide.startswith("head 2")
+    assert "6" in wide
     (folder / "runs/bare/drafter").mkdir(parents=True)
     (folder / "runs/bare/drafter/config.json").write_text('{"medusa_num_heads": 2}')
     assert "--heads 2" in report("--run", "bare", "--shape", "1,1,1")["warnings"][0]
@@ -178,10 +185,12 @@ def test_no_tree_is_searched_on_accuracies_of_an_earlier_drafter(stale: Run) -> 
 
 def test_decoding_warns_of_files_of_an_earlier_drafter(stale: Run) -> None:
     [tree] = warnings(stale, "--tree", "static")
-    assert "tree.json" in tree and "medusa tree" in tree
+    assert "tree.json" in tree
+    assert "medusa tree" in tree
     for words in (["--tree", "static:4"], []):
         [searched] = warnings(stale, *words)
-        assert "calibration.json" in searched and "medusa calibrate" in searched
+        assert "calibration.json" in searched
+        assert "medusa calibrate" in searched
     assert len(warnings(stale, "--tree", "dynamic")) == 2
     change_json(
         stale.calibration_path,

@@ -92,9 +92,11 @@ def test_a_plan_fits_its_time_and_more_time_brings_more(measured: Measured) -> N
 
 def test_answers_that_are_known_leave_more_time_for_training() -> None:
     without, known = plan(HOUR, 0.0, CPU), plan(HOUR, 0.0, CPU, 100_000)
-    assert known.tokens < without.tokens and known.positions > without.positions
+    assert known.tokens < without.tokens
+    assert known.positions > without.positions
     everything = plan(HOUR, 0.0, CPU, 10_000_000)
-    assert everything.tokens == 0 and everything.positions <= MAX_EPOCHS * 10_000_000
+    assert everything.tokens == 0
+    assert everything.positions <= MAX_EPOCHS * 10_000_000
 
 
 def test_a_time_that_is_too_short_plans_nothing() -> None:
@@ -105,7 +107,8 @@ def test_a_time_that_is_too_short_plans_nothing() -> None:
 def test_time_that_brings_less_than_a_percent_is_not_planned() -> None:
     fast = replace(CPU, speedups={}, answer_s=1 / 20_000, position_s=1 / 40_000, compare_s=20.0)
     planned = plan(100 * HOUR, 0.0, fast)
-    assert planned.drafter == "eagle" and planned.time_s < 50 * HOUR
+    assert planned.drafter == "eagle"
+    assert planned.time_s < 50 * HOUR
     assert planned.positions < EPOCHS * planned.tokens
     assert planned.expected >= plan(100 * HOUR, 0.0, fast).expected / 1.01
 
@@ -118,9 +121,12 @@ def test_expectations_are_those_of_the_table_in_the_docs() -> None:
         rows = [line for line in text.splitlines() if line.startswith("|") and tokens in line]
         assert any(f"{row.length:.2f}" in line for line in rows), row
         assert expectation.reached(row.drafter, row.positions) == pytest.approx(row.length)
-    assert "1.69 tokens per step" in text and "1.87 (1.76" in text  # of a fine-tune
+    assert "1.69 tokens per step" in text
+    assert "1.87 (1.76" in text
     lengths = [expectation.reached("eagle", 10**power) for power in range(2, 9)]
-    assert lengths == sorted(lengths) and lengths[0] == 1.0 and lengths[-1] == 3.47
+    assert lengths == sorted(lengths)
+    assert lengths[0] == 1.0
+    assert lengths[-1] == 3.47
 
 
 def test_what_is_expected_depends_on_what_rows_cost_here() -> None:
@@ -177,8 +183,10 @@ def test_answers_of_the_model_are_kept_and_those_of_others_are_not(place: Path) 
     known = {seed.id: seed for seed in seeds}
     assert source.endswith("mixed.jsonl")
     assert set(known) == {"s0", "s1", "s2", "own", "other", "plain"}
-    assert known["own"].spans == [(3, 5)] and not known["other"].spans
-    assert known["other"].turns == ["w1 w2"] and known["plain"].turns == ["w4 w5"]
+    assert known["own"].spans == [(3, 5)]
+    assert not known["other"].spans
+    assert known["other"].turns == ["w1 w2"]
+    assert known["plain"].turns == ["w4 w5"]
 
 
 def test_a_text_file_has_a_prompt_a_line(place: Path) -> None:
@@ -190,7 +198,8 @@ def test_a_text_file_has_a_prompt_a_line(place: Path) -> None:
 def test_questions_are_held_out_prompts() -> None:
     seeds = [Conversation.from_turns(f"s{n}", [f"w{n}", "w1"], "w2") for n in range(200)]
     asked = held_out_questions(seeds)
-    assert 1 <= len(asked) <= 8 and all(len(question.turns) == 1 for question in asked)
+    assert 1 <= len(asked) <= 8
+    assert all(len(question.turns) == 1 for question in asked)
     assert asked == held_out_questions([*seeds, Conversation.from_turns("x", ["w" * 9_000])])
     with pytest.raises(UserError, match="data"):
         held_out_questions(seeds[:1])
@@ -222,7 +231,8 @@ def test_bad_input_is_one_line(
     if not (place / "run").is_dir():
         save_run(place / "run", str(place / "model"))
     done = medusa("tune", *words, "--quiet", exit_code=code)
-    assert names in done.output and done.output.strip().count("\n") == 0
+    assert names in done.output
+    assert done.output.strip().count("\n") == 0
     assert not (place / "runs").exists()
 
 
@@ -237,8 +247,10 @@ def test_a_dry_run_tells_and_writes_nothing(place: Path, monkeypatch: pytest.Mon
     before = sorted(place.rglob("*"))
     words = ("tune", "model", "--time", "2m", "--data", "prompts.jsonl", "--device", "cpu")
     facts = medusa_json(*words, "--dry-run", "--dtype", "fp32")
-    assert facts["measured"]["plain_per_s"] > 0 and facts["measured"]["position_s"] > 0
-    assert facts["promised"] >= 1.0 and facts["distilled"] is None
+    assert facts["measured"]["plain_per_s"] > 0
+    assert facts["measured"]["position_s"] > 0
+    assert facts["promised"] >= 1.0
+    assert facts["distilled"] is None
     assert sorted(place.rglob("*")) == before
 
 
@@ -278,6 +290,7 @@ def test_a_killed_tuning_ends_as_an_uninterrupted_one(
     monkeypatch.chdir(tmp_path / "reference tune")
     state = json.loads(Path("runs/r/tune.json").read_text())
     facts = medusa_json(*job.words[:-1])
-    assert facts["after"] == state["after"] and facts["used_s"] == state["used_s"]
+    assert facts["after"] == state["after"]
+    assert facts["used_s"] == state["used_s"]
     refused = medusa("tune", "model", "--run", "r", "--time", "1s", exit_code=1)
     assert "runs/r" in refused.output

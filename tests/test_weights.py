@@ -310,7 +310,8 @@ def test_a_flipped_bit_of_packed_weights_is_noticed(
     [file] = packed_files(cache)
     whole = file.read_bytes()
     flip(file)
-    assert torch.equal(logits_of(load(path)), expected) and file.read_bytes() == whole
+    assert torch.equal(logits_of(load(path)), expected)
+    assert file.read_bytes() == whole
     assert len([line for line in caplog.messages if "damaged" in line]) == 1
 
 
@@ -470,7 +471,9 @@ def test_layers_that_the_config_does_not_count_are_told(
     load(path)
     load(path)
     [line] = [line for line in caplog.messages if "layers up to" in line]
-    assert "3" in line and "2" in line and "num_hidden_layers" in line
+    assert "3" in line
+    assert "2" in line
+    assert "num_hidden_layers" in line
 
 
 @pytest.mark.slow

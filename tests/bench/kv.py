@@ -87,7 +87,8 @@ def step_ms(engine: NativeEngine, context: int, rows: int) -> float:
     chance = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, engine.backbone.vocab_size, (rows,), generator=chance)
     engine.forward(Plan.chain(tokens, logits="none"), cache)
-    assert cache.keys is not None and cache.values is not None
+    assert cache.keys is not None
+    assert cache.values is not None
     cache.keys.copy_(cache.keys)  # all pages are in memory
     cache.values.copy_(cache.values)
     times = []

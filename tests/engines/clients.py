@@ -29,7 +29,8 @@ def check_anthropic(url: str, model: str) -> str:
         streamed = stream.get_final_message()
     for message in (whole, streamed):
         [call] = message.content
-        assert message.stop_reason == "tool_use" and call.type == "tool_use", message
+        assert message.stop_reason == "tool_use", message
+        assert call.type == "tool_use", message
         assert isinstance(call.input["city"], str), message
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "Sunny, 5 degrees"}
     turns = [{"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
