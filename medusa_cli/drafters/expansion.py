@@ -114,9 +114,9 @@ def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[D
 
 def _lists(log_p: Tensor, ids: Tensor) -> tuple[list[list[float]], list[list[int]]]:
     """Returns confidences and token ids as lists, after one transfer from a GPU."""
-    if log_p.is_cuda:
-        # Floats of 64 bits hold both exactly.
-        log_p, ids = torch.stack([log_p.double(), ids.double()]).cpu()
+    if not log_p.is_cpu:
+        # Floats of 32 bits hold the ids of any vocabulary exactly.
+        log_p, ids = torch.stack([log_p.float(), ids.float()]).cpu()
         ids = ids.long()
     return log_p.tolist(), ids.tolist()
 
