@@ -117,10 +117,10 @@ test-slow: $(READY) ## what make test leaves out, in some half an hour
 	$(PYTEST) -m slow $(FILES)
 
 # Of so many parts of the slow tests, the one of this day.
-PARTS := 8
-TODAY = $(shell ls tests/test_*.py | awk -v day=$$(($$(date +%s) / 86400)) 'NR % $(PARTS) == day % $(PARTS)')
+PARTS := 16
+TODAY = $(shell LC_ALL=C ls tests/test_*.py | awk -v day=$$(($$(date +%s) / 86400)) 'NR % $(PARTS) == day % $(PARTS)')
 
-test-today: ## an eighth of the slow tests, each day another one
+test-today: ## a sixteenth of the slow tests, each day another one
 	$(MAKE) test-slow FILES="$(TODAY)"
 
 crash: $(READY) ## kill -9 every command that writes, 100 times at random points, and two writers at once
