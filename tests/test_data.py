@@ -257,6 +257,13 @@ def test_states_belong_to_the_quantization_of_the_model(run: Run, tmp_path: Path
         for engine in ("eager", "int8", "bnb.nf4"):
             taken = torch.equal(load_dataset(kept, backbones[engine]).states, rows)
             assert taken == (engine == answered_by), (engine, answered_by)
+    # A copy of another model's answers, whose states this one does not have.
+    backbone = backbones["eager"]
+    backbone.identity |= {"weights": "a"}
+    for weights, taken in (("b", False), ("a", True)):
+        owner = backbone.identity | {"weights": weights}
+        (kept.path / "distill.json").write_text(json.dumps({"backbone": owner, "settings": {}}))
+        assert torch.equal(load_dataset(kept, backbone).states, rows) == taken, weights
 
 
 def test_states_belong_to_the_weights_of_the_model(run: Run, backbone: Backbone) -> None:

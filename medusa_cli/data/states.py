@@ -24,7 +24,7 @@ from medusa_cli.files.io import check_regular
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
 from medusa_cli.progress import ShowProgress, show_nothing
-from medusa_cli.runs.run import Run, check_backbone, describe_distillation
+from medusa_cli.runs.run import SHAPE, Run, check_backbone, describe_distillation, same
 
 # Tokens with padding that a pass over several conversations runs on a GPU.
 PACK_TOKENS = 8192
@@ -172,12 +172,17 @@ def states_of(backbone: Backbone, tokens: Sequence[int], taps: Sequence[int]) ->
 def _kept(dataset: Dataset, backbone: Backbone, path: Path, taps: Sequence[int]) -> Dataset | None:
     """Returns the data set with the states that distillation stored next to the file; None if they do not fit.
 
-    The states fit only if the model has no adapter and the same quantization as during
-    distillation. Raises UserError if the rows belong to other data.
+    The states fit only if the model has no adapter, and has the weights and the quantization of the
+    one that answered. Raises UserError if the rows belong to other data.
     """
     origin = describe_distillation(path.parent)
     stored = path.with_name("states.bin")
-    fits = backbone.adapter is None and origin.settings.get("rounding") == rounding(backbone)
+    answered_by = origin.backbone if isinstance(origin.backbone, dict) else {}
+    fits = (
+        backbone.adapter is None
+        and same(answered_by, backbone.identity, *SHAPE, "weights")
+        and origin.settings.get("rounding") == rounding(backbone)
+    )
     layers = with_last_layer(origin.taps)
     items = _in_order(dataset)
     if not (

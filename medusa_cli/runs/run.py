@@ -136,8 +136,9 @@ def outdated(stamp: str | None, folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Distillation:
-    """A run's distill.json: the settings that all its conversations share."""
+    """A run's distill.json: the model that answered, and the settings that all its conversations share."""
 
+    backbone: Identity | str | None = None
     settings: dict[str, str | int | float | bool | list[int | str] | None] = field(
         default_factory=dict
     )
