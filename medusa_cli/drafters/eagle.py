@@ -22,9 +22,7 @@ from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layer_rows import LayerRows
 from medusa_cli.drafters.layers import DecoderLayer, Padding, SlotRows, identity_, normed
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
-from medusa_cli.engine.native_layer import NativeDecoderLayer
-from medusa_cli.engine.native_levels import NativeLevels
-from medusa_cli.engine.native_linear import NativeLinear
+from medusa_cli.engine.linear import NativeDecoderLayer, NativeLevels, NativeLinear
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.tensors import TreeTensors
@@ -92,6 +90,11 @@ class LayerDrafter(HeadDrafter):
         """Returns the norm between the layer's states and the matrix that scores tokens, if there is one."""
         return None
 
+    @property
+    def native_layer(self) -> NativeDecoderLayer | None:
+        """Returns the layer if the native library runs it."""
+        return None
+
     @torch.inference_mode()
     def draft(
         self,
@@ -103,7 +106,20 @@ class LayerDrafter(HeadDrafter):
         """Drafts level by level; the layer and the matrix process the rows of all sequences at once."""
         states = self.read(backbone, sequences, new)  # [B, H], then [N, H]
         caches = [own.caches[0] for own in sequences]
-        native = self.native_levels(backbone, states, caches, [tokens.end for tokens in new])
+        native = None
+        layer = self.native_layer
+        head = self._scorer(backbone, 0)
+        if layer is not None and isinstance(head, NativeLinear):
+            native = NativeLevels(
+                layer,
+                head,
+                self.final_norm,
+                self.draft_ids,
+                backbone.embedding,
+                states,
+                caches,
+                starts=[tokens.end for tokens in new],
+            )
         # For each node, which of the tree's rows are its ancestors.
         ancestors = [torch.zeros(1, 0, dtype=torch.bool, device=states.device) for _ in new]
 
@@ -131,16 +147,6 @@ class LayerDrafter(HeadDrafter):
         finally:
             for cache, tokens in zip(caches, new, strict=True):
                 cache.truncate(tokens.end)
-
-    def native_levels(
-        self,
-        backbone: Backbone,
-        states: Tensor,
-        caches: Sequence[LayerRows],
-        starts: Sequence[int],
-    ) -> NativeLevels | None:
-        """Returns the levels below the roots of B sequences in the native library, if it runs the layer."""
-        return None
 
     @torch.inference_mode()
     def read(
@@ -235,6 +241,11 @@ class Eagle(LayerDrafter):
     def final_norm(self) -> nn.RMSNorm:
         return self.norm
 
+    @property
+    def native_layer(self) -> NativeDecoderLayer | None:
+        layer = self.packed("midlayer")
+        return layer if isinstance(layer, NativeDecoderLayer) else None
+
     def enter(self, backbone: Backbone, hidden: Tensor) -> Tensor:
         entering: Tensor = self.packed("fc")(self._lower(hidden))
         return entering
@@ -251,20 +262,6 @@ class Eagle(LayerDrafter):
             states, positions, caches, embedded, **rows
         )
         return extended
-
-    def native_levels(
-        self,
-        backbone: Backbone,
-        states: Tensor,
-        caches: Sequence[LayerRows],
-        starts: Sequence[int],
-    ) -> NativeLevels | None:
-        layer = self.packed("midlayer")
-        head = self._scorer(backbone, 0)
-        if not isinstance(layer, NativeDecoderLayer) or not isinstance(head, NativeLinear):
-            return None
-        tokens, embedding = self.draft_ids, backbone.embedding
-        return NativeLevels(layer, head, self.norm, tokens, embedding, states, caches, starts)
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:

@@ -13,8 +13,13 @@ from torch.nn import functional as F
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.drafters.expansion import Frontier, Guess
 from medusa_cli.drafters.layers import TokenBias, repeated
-from medusa_cli.engine.linear import packed_copy, packed_linear, packed_parts, packs
-from medusa_cli.engine.native_linear import NativeLinear
+from medusa_cli.engine.linear import (
+    NativeLinear,
+    packed_copy,
+    packed_linear,
+    packed_parts,
+    packs,
+)
 from medusa_cli.model import Backbone
 
 if TYPE_CHECKING:

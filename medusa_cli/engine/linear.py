@@ -9,6 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli import native
+
+# Drafters import these from here, because `export --to hf` replaces only this module.
+from medusa_cli.engine.native_layer import NativeDecoderLayer as NativeDecoderLayer
+from medusa_cli.engine.native_levels import NativeLevels as NativeLevels
+from medusa_cli.engine.native_linear import NativeLinear as NativeLinear
 from medusa_cli.native.matrix import Parts
 
 Pack = Callable[[Parts], native.PackedMatrix]
@@ -52,8 +57,6 @@ def packed_parts(
     parts: Iterable[tuple[Tensor, Tensor | None]], pack: Pack | None = None
 ) -> nn.Module:
     """Returns a packed linear layer whose weight [N, K] and bias, if it has one, come in parts of N."""
-    from medusa_cli.engine.native_linear import NativeLinear
-
     return NativeLinear(packed_matrix(parts, pack))
 
 
@@ -75,8 +78,6 @@ def packed_copy(module: nn.Module, pack: Pack | None = None) -> nn.Module:
     if type(module) is nn.Linear:
         return packed_linear(module.weight, module.bias, pack)
     if isinstance(module, HasNativeParts):
-        from medusa_cli.engine.native_layer import NativeDecoderLayer
-
         try:
             return NativeDecoderLayer(
                 **module.native_parts(), pack=lambda weight: packed_matrix([(weight, None)], pack)

@@ -49,19 +49,14 @@ def packed_linear(weight, bias=None, pack=None):
 
 
 packed_parts = None  # only for packed weights
-'''
-# Replaces the engine's modules of the native library.
-NATIVE = '''"""The native library is not in this folder: torch drafts."""
 
 
-class {name}:
-    """Stands for a class of the library, of which no object exists here."""
+class NativeLinear:
+    """Stands for a class of the native library, of which no object exists here."""
+
+
+NativeDecoderLayer = NativeLevels = NativeLinear
 '''
-NATIVE_CLASSES = {
-    "native_linear": "NativeLinear",
-    "native_layer": "NativeDecoderLayer",
-    "native_levels": "NativeLevels",
-}
 REQUIREMENTS = "transformers>=5.20\nsafetensors\n"
 # Number of tree nodes if the run has a calibration but no tree.
 NODES = 16
@@ -171,8 +166,6 @@ def _write_code(folder: Path) -> None:
     """Writes the decoding files to one folder with relative imports, as transformers copies no other files."""
     modules = ["export.custom_generate"]
     texts = {"engine_linear.py": LINEAR, "requirements.txt": REQUIREMENTS}
-    for module, name in NATIVE_CLASSES.items():
-        texts[f"engine_{module}.py"] = NATIVE.format(name=name)
 
     def relative(match: re.Match[str]) -> str:
         indent, module, names = match.groups()
