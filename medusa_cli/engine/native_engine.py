@@ -72,9 +72,11 @@ class NativeEngine(Engine):
         for matrix in self.model.packed.matrices.values():
             bytes_of[matrix.format.name] += matrix.nbytes
         kinds = ", ".join(name for name, _ in bytes_of.most_common())
-        rows = "int8" if self.int8_rows else "fp32"
+        activations = "int8" if self.int8_rows else "fp32"
         kept = "" if self.kv == "fp32" else f", {self.kv} keys and values"
-        return f"native engine ({kinds} weights, {rows} rows{kept}, {instruction_set()})"
+        return (
+            f"native engine ({kinds} weights, {activations} activations{kept}, {instruction_set()})"
+        )
 
     @contextmanager
     def without_torch_threads(self) -> Iterator[None]:
@@ -95,7 +97,7 @@ class NativeEngine(Engine):
 
     @property
     def number_type(self) -> str:
-        """Returns the type of float weights; for quantized weights, "auto" or, with fp32 rows, "fp32"."""
+        """Returns the type of float weights; for quantized weights, "auto" or, with fp32 activations, "fp32"."""
         formats = {
             self.model.packed.matrices[layer.matrices["out"]].format
             for layer in self.model.description.layers
