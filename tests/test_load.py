@@ -517,12 +517,17 @@ def test_hints_of_bitsandbytes_are_silenced() -> None:
     assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
 
 
-def test_a_named_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_gpu_becomes_the_current_one_and_attends_without_cudnn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chosen: list[torch.device] = []
+    cudnn: list[bool] = []
     monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    monkeypatch.setattr("torch.backends.cuda.enable_cudnn_sdp", cudnn.append)
     for device in ("cpu", "cuda", "cuda:1"):
         use_device(device)
     assert chosen == [torch.device("cuda:1")]
+    assert cudnn == [False, False]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device works")
