@@ -118,6 +118,22 @@ def hurried() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def steady() -> Iterator[None]:
+    """Lets each step report a duration by its number of nodes, so that no choice follows the machine's load."""
+    from medusa_cli.decode import decoder
+
+    step = decoder.Step
+
+    def timed(*given: Any, nodes: int = 1, **more: Any) -> Any:
+        times = {"draft_s": 1e-5 * (nodes - 1), "verify_s": 1e-3 * (1 + nodes / 64)}
+        return step(*given, nodes=nodes, **more | times)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "Step", timed)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def verified_once() -> Iterator[None]:
     """Compares a network with its twin once in a process for each config and description."""
     from medusa_cli.engine import description_cache, load
