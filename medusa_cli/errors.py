@@ -8,12 +8,13 @@ import errno
 import re
 import reprlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # Exit codes are 1 for errors, 2 for a wrong command line, and the shell's codes for signals.
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 OUT_OF_MEMORY = "out of memory; use a smaller batch, a smaller model, or @quantize bnb.nf4"
+LISTED = 8  # most names in a message
 LONGEST = 600  # characters of a message, with any values and paths: five lines of 120
 # Matches @name only as a separate word or after a bracket, so that addresses, paths and quoted text
 # stay unchanged.
@@ -38,6 +39,12 @@ def cut(text: str, longest: int = LONGEST) -> str:
     return (
         text if len(text) <= longest else f"{text[: longest // 2]} ... {text[5 - longest // 2 :]}"
     )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns the first few names, and the number of the others."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
 
 
 def first_line(reason: BaseException) -> str:

@@ -78,7 +78,10 @@ def model_flag(default: str) -> Any:
 
 
 _RUN = "Run directory: NAME means runs/NAME; anything with a / is a folder."
-_MODEL = "A named model, a folder, a GGUF file, a Hugging Face id, or ORG/NAME:Q4_K_M for a repository's GGUF file."
+_MODEL = (
+    "A named model, a folder (of a model or a LoRA adapter), a GGUF file, a Hugging Face id, or ORG/NAME:Q4_K_M for a "
+    "repository's GGUF file."
+)
 _DRAFTER = (
     "A saved drafter: a run, a folder, a hub id, or a checkpoint that `medusa import` reads. mtp: the MTP layer in the "
     "model's own checkpoint. [default: the run's drafter/, else the one that ships]"

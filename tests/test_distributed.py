@@ -19,6 +19,7 @@ from medusa_cli.data.packing import batch_of
 from medusa_cli.drafters import Firp, load_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.adapter import WEIGHTS
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.distributed import Distributed, split_layers
 from medusa_cli.runs.load_options import LoadOptions
@@ -184,7 +185,7 @@ def test_split_training_equals_whole_training(
     backbone = load_backbone(model, LoadOptions(dtype="fp32"), adapter=adapter)
     assert load_drafter(split / "drafter", backbone).num_heads >= 1
     if adapter is not None:
-        ours, theirs = (load_file(run / "adapter" / lora.WEIGHTS) for run in (split, whole))
+        ours, theirs = (load_file(run / "adapter" / WEIGHTS) for run in (split, whole))
         assert set(ours) == set(theirs)
         assert any("layers.1" in name for name in ours)
         assert all(torch.allclose(weight, theirs[name], atol=1e-4) for name, weight in ours.items())

@@ -178,7 +178,7 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_conversations(folder / "runs" / name)
     save_run(folder / "runs" / "eagle", str(model), kind=Eagle)
     attach_adapter(network)
-    lora.save(network, folder / "runs" / "lora" / "adapter", str(model))
+    lora.save(network, folder / "lora", str(model))
     for name in ("monday", "tuesday"):
         save_conversations(folder / "runs" / name, 12)
     shutil.copytree(ROOT / "recipes", folder / "recipes")

@@ -16,6 +16,7 @@ from medusa_cli import Medusa
 from medusa_cli.device import has_cuda
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files import adapter
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import lora
 from medusa_cli.model.load import load_network, resolve_device, use_device
@@ -382,15 +383,13 @@ def adapted(model: Path, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-@pytest.mark.quick("target_modules-value4-does not fit the model")
+@pytest.mark.quick("r-3-does not fit the model")
 @pytest.mark.parametrize(
     ("field", "value", "match"),
     [
         ("r", "x", "at r"),
         ("r", 3, "does not fit the model"),
         ("peft_type", "LOHA", "LOHA"),
-        ("target_modules", 7, "target_modules"),
-        ("target_modules", ["nothing"], "does not fit the model"),
         ("lora_alpha", None, "lora_alpha"),
     ],
 )
@@ -476,7 +475,7 @@ def test_an_lm_head_of_an_adapter_that_is_not_the_models_is_refused(
 def test_other_files_of_an_adapter_are_named(
     model: Path, adapted: Path, other: str, tmp_path: Path
 ) -> None:
-    (adapted / lora.WEIGHTS).rename(adapted / other)
+    (adapted / adapter.WEIGHTS).rename(adapted / other)
     assert_refused(model, other, adapted)
     # A run's adapter without a config is not passed over.
     (adapted / "adapter_config.json").unlink()
@@ -498,7 +497,7 @@ def test_unknown_keys_of_an_adapter_config_are_ignored(model: Path, adapted: Pat
 
 
 def test_damaged_adapter_weights_are_refused(model: Path, adapted: Path) -> None:
-    path = adapted / lora.WEIGHTS
+    path = adapted / adapter.WEIGHTS
     whole = path.read_bytes()
     tensors = load(whole)
     name = next(iter(tensors))

@@ -24,7 +24,7 @@ from medusa_cli.runs.run import Run
 if TYPE_CHECKING:
     from medusa_cli.tune.tuning import Tuning
 
-_MODEL = "Your model: a name, a folder, a GGUF file, or a Hugging Face id."
+_MODEL = "Your model: a name, a folder (of a model or a LoRA adapter), a GGUF file, or a Hugging Face id."
 _TIME = "The time for all of it, such as 30m, 1h30m or 90s."
 _DATA = (
     "Your own prompts or conversations: JSON, JSONL, or a .txt file with a prompt a line; also the file of `medusa "

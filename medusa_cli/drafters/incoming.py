@@ -18,10 +18,10 @@ from medusa_cli.drafters import incoming_medusa as medusa
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.incoming_eagle3 import AGAIN
 from medusa_cli.drafters.kinds import DRAFTERS, weight_shapes
-from medusa_cli.errors import UserError, first_line, shown
+from medusa_cli.errors import UserError, first_line, listed, shown
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import convert, read_as, read_object, restore
-from medusa_cli.files.model_files import check_shards, fault_of, listed
+from medusa_cli.files.model_files import check_shards, fault_of
 from medusa_cli.files.model_source import WEIGHTS, Shards
 from medusa_cli.files.paths import expanded
 from medusa_cli.files.safetensors_files import FLOATS, INTEGERS, read_weights

@@ -3,22 +3,19 @@
 import json
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UserError, listed
 from medusa_cli.files.layer_kinds import KINDS, STATEFUL
 from medusa_cli.files.model_source import AGAIN, WEIGHTS, ModelSource
+from medusa_cli.files.safetensors_files import OTHER_WEIGHTS
 
 log = logging.getLogger(__name__)
-# Endings of weights in other formats.
-OTHER_WEIGHTS = (
-    ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".safetensors", ".gguf"
-)  # fmt: skip
 # The largest header that safetensors reads.
 MAX_HEADER = 100_000_000
 # The names of tokenizer files contain one of these.
@@ -60,7 +57,6 @@ LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decod
 # Parts of layers after the last one, which predict later tokens.
 OF_MTP = ("eh_proj", "enorm", "hnorm", "shared_head", "mtp")
 GIT_LFS = b"version https://git-lfs"
-LISTED = 8  # most file names in a message
 
 
 def check_model_files(model: ModelSource) -> None:
@@ -150,12 +146,6 @@ def check_shards(folder: Path, index: str, files: Collection[str], again: str = 
     if missing:
         fault = f"{folder} lacks {len(missing)} of the {len(names)} files that {index} names: {listed(missing)}"
         raise UserError(fault, again)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Returns the first few names, and the number of the others."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
 
 
 def fault_of(path: Path) -> str | None:

@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import logging
 import os
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -11,11 +14,11 @@ from typing import Annotated, Any, TypeVar
 from msgspec import Meta
 
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files import gguf
+from medusa_cli.files import adapter, gguf
 from medusa_cli.files.catalogue import DEFAULT_MODEL, MODELS
 from medusa_cli.files.fetch import ReadOnlyCache, build_once, named_file, place_of
 from medusa_cli.files.gguf_header import Header, file_names, is_gguf, read_header
-from medusa_cli.files.hub import check_hub, hub_gguf, kept_gguf, names_gguf
+from medusa_cli.files.hub import check_hub, hub_folder, hub_gguf, kept_gguf, names_gguf
 from medusa_cli.files.io import convert, read_as, read_object, restore
 from medusa_cli.files.paths import expanded, home, temporary_home
 from medusa_cli.files.safetensors_files import opened
@@ -26,6 +29,9 @@ CONFIG, AGAIN = "the model's config", "download the model again"
 # Number of samples that represent a file's content, and bytes per sample.
 STAMPED = 64
 STAMP_BYTES = 4096
+# The files of a repository that a model is loaded from.
+MODEL_FILES = ("*.safetensors", *(f"*{ending}" for ending in adapter.COPIED))
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -67,8 +73,8 @@ class _read_once(cached_property[T]):
 class ModelSource:
     """The files of a model, each found and read when it is first needed.
 
-    name: a named model, a GGUF file, OWNER/NAME:TAG, a folder, a hub id or "random:SHAPE". kind: "gguf", "safetensors"
-    (a folder), "hub" or "random".
+    name: a named model, a GGUF file, OWNER/NAME:TAG, the folder of a model or of a LoRA adapter, a hub id or
+    "random:SHAPE". kind: "gguf", "safetensors" (a folder), "hub" or "random".
     """
 
     name: str
@@ -81,9 +87,11 @@ class ModelSource:
 
     @property
     def must_be_fetched(self) -> bool:
-        """Returns True for a model in a GGUF file that is not on this machine."""
+        """Returns True for a GGUF file, or for the model of an adapter, that is not on this machine."""
         if self.name in MODELS:
             return not place_of(MODELS[self.name]).exists()
+        if adapter.is_adapter(expanded(self.name)):
+            return self.base.kind == "hub" and not self.base.checkpoint
         return names_gguf(self.name) and kept_gguf(self.name) is None
 
     @_read_once
@@ -116,6 +124,8 @@ class ModelSource:
         if self.gguf is not None:
             return str(self._extracted(self.gguf))
         path = expanded(name)
+        if adapter.is_adapter(path):
+            return str(self._merged(path))
         if path.is_dir():
             if not (path / "config.json").is_file():
                 raise _no_model(name, path)
@@ -142,11 +152,52 @@ class ModelSource:
         def make(part: Path) -> None:
             gguf.write_metadata(path, self.header, part)
 
-        name = f"gguf-{file_stamp(path)}-{_reader_stamp()}"
-        try:
-            return build_once(home() / "models" / name, make)
-        except ReadOnlyCache:
-            return build_once(temporary_home() / "models" / name, make)
+        return _built(f"gguf-{file_stamp(path)}-{_reader_stamp()}", make)
+
+    def _merged(self, path: Path) -> Path:
+        """Returns the folder with the model that a LoRA adapter makes of its base; each state of both is merged once.
+
+        Raises UserError if the base is not safetensors files, or if the adapter does not fit it.
+        """
+        base = self.base
+        if base.kind == "hub":
+            base = ModelSource.of(str(hub_folder(base.name, MODEL_FILES, "the adapter's model")))
+        folder = Path(base.folder)
+
+        def make(part: Path) -> None:
+            log.info("merging the adapter %s into its model %s, once", path, base.name)
+            adapter.merge_files(path, folder, base.checkpoint, part)
+            for earlier in part.parent.glob(f"{prefix}-*"):
+                if earlier.is_dir() and earlier != part:
+                    shutil.rmtree(earlier)
+
+        files = [adapter.weights_in(path), path / adapter.CONFIG, *adapter.tokenizer_files(path)]
+        state = [*map(file_stamp, files), *base.stamp, str(folder)]
+        prefix = f"adapter-{_digest(str(path.absolute()))}"
+        return _built(f"{prefix}-{_digest(json.dumps(state))}", make)
+
+    @_read_once
+    def base(self) -> "ModelSource":
+        """Returns the model of an adapter; raises UserError for one that cannot be merged."""
+        path = expanded(self.name)
+        name = adapter.read_config(path).base_model_name_or_path
+        if not name:
+            fault = f"@model {self.name!r} is an adapter whose {adapter.CONFIG} names no base_model_name_or_path"
+            raise UserError(fault, "write the model's folder or hub id there")
+        base = ModelSource.of(name)
+        fault = f"@model {self.name!r} is an adapter of {name!r}"
+        if base.kind == "hub":
+            try:
+                check_hub(name, named="it")
+            except UserError as reason:
+                remedy = f"write the model's folder or hub id into {path / adapter.CONFIG}"
+                raise UserError(f"{fault}: {reason.message}", remedy) from reason
+        if base.kind in ("gguf", "random") or adapter.is_adapter(expanded(name)):
+            kind = {"gguf": "a GGUF file", "random": "a random model"}.get(base.kind, "an adapter")
+            raise UserError(f"{fault}, which is {kind}", adapter.MERGE)
+        if base.kind == "safetensors" and not base.checkpoint:
+            raise UserError(f"{fault}, which has no safetensors files", adapter.MERGE)
+        return base
 
     def file(self, name: str) -> Path | None:
         """Returns a file in the folder or in the hub's cache; None if there is no such file."""
@@ -246,15 +297,23 @@ def lasting_name(name: str) -> str:
 
 def _no_model(name: str, path: Path) -> UserError:
     """Returns the error for a folder without config.json, which depends on what the folder has instead."""
-    if (path / "adapter_config.json").is_file():
-        remedy = "merge it into its model (peft's merge_and_unload), save that, and give its folder"
-        fault = f"@model {name!r} is an adapter (adapter_config.json), not a model"
-        return UserError(fault, remedy)
     if files := sorted(path.glob("*.gguf")):
         fault = f"@model {name!r} holds GGUF files and no config.json"
         return UserError(fault, f"give a file, such as {files[0]}")
     fault = f"@model {name!r} has no config.json"
     return UserError(fault, "give the folder of a Hugging Face causal LM")
+
+
+def _built(name: str, make: Callable[[Path], None]) -> Path:
+    """Returns a folder of the cache, or of this process if the cache cannot be written; `make` writes it once."""
+    try:
+        return build_once(home() / "models" / name, make)
+    except ReadOnlyCache:
+        return build_once(temporary_home() / "models" / name, make)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @cache

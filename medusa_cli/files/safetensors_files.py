@@ -20,6 +20,10 @@ INT8 = ("I8",)
 GROUP = 32  # inputs that share a scale
 LARGEST = 127
 SCALE = ".scale"
+# Endings of weights in other formats.
+OTHER_WEIGHTS = (
+    ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".safetensors", ".gguf"
+)  # fmt: skip
 
 
 def read_weights(

@@ -5,53 +5,22 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from msgspec import Meta
 from torch import Tensor, nn
 
-from medusa_cli.errors import UserError, first_line, shown
-from medusa_cli.files.io import AGAIN, convert, read_object, replacing_folder
-from medusa_cli.files.model_files import OTHER_WEIGHTS, listed
+from medusa_cli.errors import UserError, first_line
+from medusa_cli.files.adapter import MERGE, WEIGHTS, WHAT, read_config, weights_in
+from medusa_cli.files.io import replacing_folder
 from medusa_cli.files.safetensors_files import read_weights
 from medusa_cli.model.backbone import text_model, untie_head
 
-WEIGHTS = "adapter_model.safetensors"
 MODELS = "transformers.models."  # transformers defines the parts of each model there
-ADAPTER_WEIGHTS = "the adapter's weights"
 PREFIX = "base_model.model."  # of the names in peft's files
 # The end of the name under which peft keeps a copy of a layer's own weight.
 OWN_WEIGHT = ".base_layer.weight"
-MERGE = "merge it into its model with peft, and give the merged model as @model"
-
-# Keys in a saved adapter's config that do not change the meaning of its weights. Any other keys
-# that are not used must be empty or false.
-NOT_READ = (
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-    *("inference_mode", "lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core"),
-    *("qalora_group_size", "eva_config", "ensure_weight_tying"),
-)
-
-
-@dataclass(frozen=True)
-class AdapterConfig:
-    """Holds the keys of a saved adapter's config that are used: plain LoRA of one rank.
-
-    target_modules: the names of the modules, or a text such as a regular expression; for a text,
-    the names of the weights are read instead. init_lora_weights: any other value changes the
-    model's own weights, too. use_rslora: scale by alpha / sqrt(r).
-    """
-
-    peft_type: Literal["LORA"]
-    r: Annotated[int, Meta(ge=1, le=65_536)]
-    lora_alpha: Annotated[float, Meta(ge=0, le=1e6)]
-    target_modules: Annotated[list[str], Meta(min_length=1, max_length=8192)] | str
-    bias: Literal["none"] = "none"
-    use_rslora: bool = False
-    init_lora_weights: bool | Literal["gaussian", "orthogonal", "eva"] = True
 
 
 def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
@@ -117,11 +86,11 @@ def take_up(network: Any, folder: Path) -> None:
     """Copies a saved adapter into the attached one, to continue its training; raises UserError if shapes differ."""
     weights = {name: weight for name, weight in network.named_parameters() if "lora_" in name}
     keys = {name: "base_model.model." + name.replace(".default.", ".") for name in weights}
-    saved = read_weights(folder / WEIGHTS, ADAPTER_WEIGHTS)
+    saved = read_weights(folder / WEIGHTS, WHAT)
     if {name: saved[name].shape for name in saved} != {
         keys[name]: weights[name].shape for name in weights
     }:
-        fault = f"{ADAPTER_WEIGHTS} {folder / WEIGHTS} do not have the shape to be trained"
+        fault = f"{WHAT} {folder / WEIGHTS} do not have the shape to be trained"
         raise UserError(fault, "keep train.lora_rank as it was")
     with torch.no_grad():
         for name, weight in weights.items():
@@ -174,18 +143,16 @@ def merge(network: Any, folder: Path, quantized: bool = False) -> Any:
 
     Raises UserError if the adapter does not fit the network.
     """
-    _weights_in(folder)
+    weights_in(folder)
     if not quantized:
         # An adapter that is merged into a tied lm_head would change the embeddings, too.
         untie_head(network)
-    known = _read_config(folder / "adapter_config.json")
-    saved = read_weights(folder / WEIGHTS, ADAPTER_WEIGHTS)
+    known = read_config(folder)
+    saved = read_weights(folder / WEIGHTS, WHAT)
     copies = _own_weights(network, saved, folder)
-    targets = known.target_modules
-    if isinstance(targets, str):
-        targets = sorted(
-            name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in saved if ".lora_" in name
-        )
+    layers = sorted(
+        name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in saved if ".lora_" in name
+    )
     try:
         with _quiet():
             from peft import LoraConfig, PeftModel
@@ -194,7 +161,7 @@ def merge(network: Any, folder: Path, quantized: bool = False) -> Any:
             config = LoraConfig(
                 r=known.r,
                 lora_alpha=known.lora_alpha,
-                target_modules=targets,
+                target_modules=layers,
                 bias="none",
                 use_rslora=known.use_rslora,
             )
@@ -217,17 +184,6 @@ def merge(network: Any, folder: Path, quantized: bool = False) -> Any:
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as reason:
         fault = f"the adapter {folder} does not fit the model: {first_line(reason)}"
         raise UserError(fault, "give the @model it was trained with") from reason
-
-
-def _read_config(path: Path) -> AdapterConfig:
-    """Reads an adapter's config; raises UserError for an adapter that is more than plain LoRA."""
-    document = read_object(path, "the adapter's config")
-    known = convert(document, AdapterConfig, f"the adapter's config {path}", AGAIN)
-    for key in sorted({*document} - {*vars(known)} - {*NOT_READ}):
-        if document[key] not in (None, False, {}, []):
-            fault = f"the adapter's config {path} sets {key} {shown(document[key])}: it is more than plain LoRA"
-            raise UserError(fault, MERGE)
-    return known
 
 
 def _own_weights(network: Any, saved: dict[str, Tensor], folder: Path) -> set[str]:
@@ -258,14 +214,4 @@ def _quiet() -> Iterator[None]:
 
 def digest(folder: Path) -> str:
     """Returns the digest of an adapter's weights; raises UserError if the folder has none."""
-    return hashlib.sha256(_weights_in(folder).read_bytes()).hexdigest()[:16]
-
-
-def _weights_in(folder: Path) -> Path:
-    if (folder / WEIGHTS).is_file():
-        return folder / WEIGHTS
-    others = [path.name for path in sorted(folder.glob("*")) if path.suffix in OTHER_WEIGHTS]
-    if others:
-        fault = f"the adapter {folder} holds no {WEIGHTS}, only {listed(others)}"
-        raise UserError(fault, f"save it there in peft's layout, as safetensors, or {MERGE}")
-    raise UserError(f"{folder} holds no adapter", "train one with `medusa train --stage 2`")
+    return hashlib.sha256(weights_in(folder).read_bytes()).hexdigest()[:16]
