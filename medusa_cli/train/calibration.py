@@ -1,4 +1,4 @@
-"""Calibration: how often the i-th guess of each head is right at the positions where decoding uses it.
+"""Calibration: how often each head's i-th guess is right, at the positions where decoding uses the head.
 
 Source: Medusa, section 3.3.3.
 """
@@ -28,10 +28,10 @@ from medusa_cli.train.setup import longest, options_for, runs_model
 from medusa_cli.tree import Tree
 from medusa_cli.tree.search import largest, search
 
-# Positions per batch. The scores [P, M] of one head are in memory at the same time.
+# Positions P per batch. The scores of one head, [P, M], are in memory at once.
 POSITIONS = 512
-# Temperatures tried for a head's confidences, and the number of positions they are compared on.
-# The loss is a smooth function of the temperature, so more positions are not needed.
+# Temperatures tried for a head's confidences, and the number of positions on which they are
+# compared. The loss is a smooth function of the temperature, so more positions are not needed.
 TEMPERATURES = tuple(round(0.6 + 0.05 * step, 2) for step in range(29))
 FIT_POSITIONS = 4096
 # Size of the tree with which decoding is simulated. Accuracies measured with 14 nodes predict the
@@ -43,8 +43,8 @@ PRIOR = 20
 # Rank of a token that is not among the guesses, and rank of a position past the answer's end.
 MISSED = 1 << 30
 PAST_END = (1 << 30) + 1
-# Default number of held-out conversations if the drafter must run the model on them: 22,000 tokens,
-# which take a few minutes.
+# Default number of held-out conversations for drafters that must run the model on them. These are
+# 22,000 tokens and take a few minutes.
 WHOLE = 100
 log = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ def calibrate(
 ) -> Document:
     """Measures the `top` best guesses of each head of the drafter in a folder; returns the calibration document.
 
-    data: a file of conversations, which are all measured. If it is None, the conversations held out when the drafter
-    was trained are measured. show: called with a name, the number of tokens done and the total.
+    data: a file of conversations; all of them are measured. If `data` is None, the conversations that were held out in
+    training are measured. show: called with a name, the number of tokens done and the total.
     """
     kind = drafter_kind(folder)
     origin = describe_drafter(folder).provenance
@@ -126,10 +126,10 @@ def measure(
 ) -> Document:
     """Measures the `top` best guesses of every head k on the held-out items of a data set.
 
-    accuracies[k][i]: the share of the positions where decoding uses head k at which guess i was right. A token outside
-    the draft vocabulary counts as a miss. counted[k]: the number of positions with a token for head k. temperatures[k]:
-    the softmax temperature at which the confidences of head k fit best (lowest log loss). roots: the number of
-    simulated steps. Raises UserError if the answers are too short to reach every head.
+    accuracies[k][i]: how often guess i of head k is right, as a share of the positions where decoding uses head k. A
+    token outside the draft vocabulary counts as a miss. counted[k]: the number of positions that have a target for head
+    k. temperatures[k]: the softmax temperature at which the confidences of head k fit best (lowest log loss). roots:
+    the number of simulated steps. Raises UserError if the answers are too short to reach every head.
     """
     vocabulary = len(drafter.draft_ids)
     if not 1 <= top <= vocabulary:
@@ -179,7 +179,7 @@ def measure(
     accuracies, roots = accuracies_at_roots(torch.cat(ranks), top)
     return {
         "accuracies": accuracies,
-        # Without a target in the draft vocabulary, a head's confidences cannot be judged.
+        # If none of a head's targets is in the draft vocabulary, its confidences cannot be judged.
         "temperatures": [TEMPERATURES[int(row.argmin())] if row.any() else 1.0 for row in log_loss],
         "counted": counted.tolist(),
         "roots": roots,
@@ -189,13 +189,14 @@ def measure(
 
 
 def accuracies_at_roots(ranks: Tensor, top: int) -> tuple[list[list[float]], int]:
-    """Returns each head's accuracies [K][top] where decoding uses its guesses, and the number of steps.
+    """Returns each head's accuracies [K][top] at the positions where decoding uses the head, and the number of steps.
 
-    ranks [n, K]: the rank of the right token among each head's guesses, at the positions of whole answers and given the
-    right tokens before it. A step begins where the previous one failed, at a position that is hard to guess. A head
-    counts only if the heads before it were accepted. Decoding is simulated with the best tree of NODES nodes. That tree
-    depends on the accuracies, and three rounds are enough for both to settle. Few steps reach the last heads, so the
-    accuracy over all positions is added with the weight of PRIOR steps.
+    ranks [n, K]: the rank of the right token among each head's guesses, given the right tokens before it, at the n
+    positions of whole answers. A decoding step begins where the previous step's drafts failed, at a position that is
+    hard to guess. A head counts only if the guesses of the heads before it were accepted. Decoding is simulated with
+    the best tree of NODES nodes. That tree depends on the accuracies; three rounds are enough for both to stop
+    changing. Few steps reach the last heads, so each head's accuracy over all positions is averaged in, with the weight
+    of PRIOR steps.
     """
     known = (ranks != PAST_END).double()
     right = (ranks[..., None] == torch.arange(top)).double()  # [n, K, top]
@@ -212,7 +213,7 @@ def accuracies_at_roots(ranks: Tensor, top: int) -> tuple[list[list[float]], int
 
 
 def accepted(ranks: Tensor, tree: Tree) -> Tensor:
-    """Returns how many draft tokens [n] of a tree are accepted in a step from each position, given ranks [n, K]."""
+    """Returns how many draft tokens [n] of a tree a step from each position accepts, given ranks [n, K]."""
     # The last column stands for any miss.
     children = torch.full((tree.size, max(tree.widths) + 1), -1)
     for child in range(1, tree.size):
@@ -242,7 +243,7 @@ def begins(accepted: Tensor) -> Tensor:
 
 
 def _log_losses(scores: Tensor, targets: Tensor) -> Tensor:
-    """Returns the summed log loss of targets under scores [n, M] at each temperature, without targets of -1."""
+    """Returns the summed log loss of targets under scores [n, M] at each temperature; targets of -1 are left out."""
     known = targets >= 0
     scores = scores[known]
     targets = targets[known]

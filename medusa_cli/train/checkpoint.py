@@ -18,7 +18,8 @@ from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.train.log import NAME
 
 T = TypeVar("T")
-# Settings that may change on resume, because they affect neither the learned weights nor the best ones.
+# Settings that may change on resume, because they affect neither the learned weights nor the choice of the best
+# weights.
 MAY_CHANGE = ("train.checkpoint_every", "train.gradient_checkpointing", "train.shard")
 
 
@@ -39,9 +40,9 @@ class Checkpoint:
 
 
 def arithmetic_of(backbone: Backbone, kept: bool) -> dict[str, str | None]:
-    """Returns the quantization of the hidden states, and their number type unless they were kept.
+    """Returns the quantization of the hidden states, and their number type unless `kept` is True.
 
-    kept: the states were stored during distillation, in the number type used there.
+    kept: True if the states were stored during distillation, in the number type used then.
     """
     arithmetic = {"quantize": rounding(backbone)}
     if not kept:
@@ -67,20 +68,20 @@ class Best:
 
 
 def earlier_path(path: Path) -> Path:
-    """Returns the path of a file of an earlier training run that was set aside."""
+    """Returns the path to which `set_aside` renames a file of an earlier training run."""
     return path.with_name(f"{path.stem}.earlier{path.suffix}")
 
 
 def _files(run: Run) -> tuple[Path, ...]:
-    """Returns the files of a training run. The checkpoint comes last, so that it moves after the others."""
+    """Returns the files of a training run. The checkpoint comes last, so that it is renamed after the others."""
     return run.recipe_path, run.path / NAME, best_path(run), checkpoint_path(run)
 
 
 def set_aside(run: Run) -> None:
     """Renames the files of an earlier training run, so that a run replaced by mistake can be restored.
 
-    The new run deletes them at its first regular checkpoint or at its end, but not if it is stopped before.
-    In that case, the next run deletes the files of the stopped one instead.
+    The new run deletes the renamed files at its first regular checkpoint or at its end, but not if it is stopped before
+    that. If it was stopped, the next run deletes the stopped run's files instead.
     """
     stopped_early = earlier_path(checkpoint_path(run)).is_file()
     if checkpoint_path(run).is_file():
@@ -91,7 +92,7 @@ def set_aside(run: Run) -> None:
                 path.unlink()
             else:
                 path.replace(earlier_path(path))
-    # A run that was killed before its first checkpoint may have left one.
+    # A run that was killed before its first checkpoint may have left a file of best weights.
     best_path(run).unlink(missing_ok=True)
 
 
@@ -160,8 +161,8 @@ def _read(path: Path, kind: type[T]) -> T:
 def check(checkpoint: Checkpoint, backbone: Backbone, dataset: Dataset, recipe: Recipe) -> None:
     """Raises UserError if something that the checkpoint depends on has changed.
 
-    This applies to the data, the backbone, the quantization and number type of the hidden states,
-    and the recipe except for MAY_CHANGE.
+    A checkpoint depends on the data, the backbone, the quantization and number type of the hidden
+    states, and the recipe except for the settings in MAY_CHANGE.
     """
     changed = differences(checkpoint.recipe, recipe, ("drafter", "train"))
     changed = [key for key in changed if key not in MAY_CHANGE]

@@ -20,7 +20,7 @@ from medusa_cli.train import setup
 from medusa_cli.train.loop import Trainer
 from medusa_cli.train.schedules import lambda_0
 
-SAMPLED = 2  # steps; the first one is a warm-up
+SAMPLED = 2  # steps to run; the first step is a warm-up
 FORWARD = 1 / 3  # share of a step's time spent in the forward pass
 
 
@@ -35,7 +35,7 @@ def estimate(
     """Estimates the cost of `train` with the same arguments, without writing anything.
 
     tokens_to_run: the number of tokens whose hidden states are not stored yet. disk_bytes: the size
-    of those states. memory_bytes: the peak of this process so far, which is also the peak of
+    of those states. memory_bytes: the peak memory of this process so far, which is also the peak of
     training. seconds: the time for hidden states, training and validations.
     """
     setup.check_recipe(recipe)
@@ -55,7 +55,8 @@ def estimate(
     dataset, drafter, online = setup.read_data(recipe, backbone, source)
     setup.start_heads(run, start, backbone, drafter, train.stage, dataset)
     if not online:
-        # With a states tensor, even an empty one, batch sizes are measured in positions.
+        # If the data set has a states tensor, even an empty one, batch sizes are measured in
+        # positions.
         dataset = replace(dataset, states=torch.empty(0))
     trainer = Trainer(backbone, drafter, dataset, recipe, run)
     missing = 0
@@ -86,7 +87,7 @@ def estimate(
 
 
 def _take_states(trainer: Trainer) -> float:
-    """Computes the hidden states for only the first SAMPLED steps; returns seconds per token."""
+    """Computes only the hidden states that the first SAMPLED steps need; returns the seconds per token."""
     backbone = trainer.backbone
     taps = trainer.drafter.taps
     rows: list[torch.Tensor] = []
@@ -111,10 +112,10 @@ def _take_states(trainer: Trainer) -> float:
 
 
 def _time_steps(trainer: Trainer) -> float:
-    """Runs SAMPLED steps in memory; returns seconds per position of the last one.
+    """Runs SAMPLED steps in memory; returns the last step's seconds per position.
 
-    They are the first ones. In stage 2, they are the first ones that train the model, too, because
-    these take the most time and memory.
+    These are the first steps of the training. In stage 2, they are the first steps that also train
+    the model, because such steps take the most time and memory.
     """
     train = trainer.recipe.train
     if train.stage == 2:

@@ -1,6 +1,6 @@
 """Fused linear cross-entropy: the loss on a linear layer's logits and its gradients, in blocks of rows.
 
-The full logits and their gradients are never in memory at the same time. This saves memory and the time to fill it.
+The gradients overwrite the logits, so the two are never in memory together. This saves memory and the time to fill it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Rows of fp32 logits processed at once: 128 x 12,288 stay in a CPU's cache. On a GPU, small blocks
-# would leave it idle.
+# Number of rows of fp32 logits processed at once. 128 rows of 12,288 logits stay in a CPU's cache.
+# Such small blocks would leave a GPU idle.
 ROWS = 128
 GPU_ROWS = 4096
 # Takes logits [n, M] and the slice of rows they belong to. Returns the summed loss, and overwrites
@@ -30,8 +30,8 @@ def rows_at_once(device: torch.device) -> int:
 class Targets:
     """Holds the target distributions of n rows: (1 - soft) * one-hot(ids [n]) + soft * teacher[teacher_rows [n]].
 
-    weights [n]: a factor for each row's loss; 0 for rows without a target. right [n]: is set to 1 or 0
-    for each row whose best score is the target's. teacher [m, M]: the teacher's probabilities.
+    weights [n]: a factor for each row's loss; 0 for rows without a target. right [n]: is set to 1 for each row whose
+    best score is the target's, and to 0 for the others. teacher [m, M]: the teacher's probabilities.
     """
 
     ids: Tensor
@@ -73,7 +73,7 @@ def linear_loss(
 
 @cache
 def kernel_of(device: torch.device) -> "Callable[..., Tensor] | None":
-    """Returns the kernel that computes a loss on a GPU, or None if it does not run there, or fails a comparison."""
+    """Returns the kernel that computes the loss on a GPU, or None if it does not run there or gives wrong results."""
     if device.type != "cuda":
         return None
     try:
@@ -91,7 +91,7 @@ def kernel_of(device: torch.device) -> "Callable[..., Tensor] | None":
             torch.allclose(ours, plain, atol=1e-5) for ours, plain in zip(*results, strict=True)
         )
         return kernel if same else None
-    except Exception:  # it fails in many ways without Triton, or on a GPU that Triton does not know
+    except Exception:  # errors of many types, without Triton or on a GPU that Triton does not know
         return None
 
 
@@ -159,7 +159,7 @@ def blockwise_loss(
 ) -> Tensor:
     """Returns the sum of a loss over the rows of softmax(linear(hidden [n, H])), and computes its gradients.
 
-    Logits exist for `rows` rows at a time (None: for all), and fp32 logits for `rows_at_once`.
+    Logits exist for `rows` rows at a time (None: for all), and fp32 logits for `rows_at_once` rows.
     Gradients reach `hidden` and `weights`, which must include every trainable weight of `linear`.
     """
     rows = rows or max(1, len(hidden))

@@ -52,7 +52,7 @@ class Validated:
     accuracies: list[float | None]
     positions: int
     total_positions: int
-    parts: dict[str, float]  # stage 2: also the changes of the model
+    parts: dict[str, float]  # stage 2: also how far the model has changed
 
     @property
     def acceptance(self) -> float:
@@ -70,9 +70,10 @@ def acceptance_of(accuracies: Sequence[float | None]) -> float:
 
 
 def best_of(checks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the log line of the validation with the highest simulated acceptance length, the first of equals.
+    """Returns the log line of the first validation with the highest simulated acceptance length.
 
-    The validation before the first step does not count. Returns None if there is no other.
+    The validation before the first step does not count. Returns None if there is no other
+    validation.
     """
     return max(
         (line for line in checks if line["step"]),
@@ -93,7 +94,7 @@ KINDS = {kind.__name__.lower(): kind for kind in (Stepped, Validated, Saved)}
 
 
 class TrainLog:
-    """Appends events to a JSONL file; on resume, it first drops the events after the checkpoint."""
+    """Appends events to a JSONL file; on resume, first drops the events after the checkpoint."""
 
     def __init__(self, path: Path, resumed_at: int | None = None) -> None:
         self.path = path
@@ -141,7 +142,7 @@ def shares(values: Sequence[float | None]) -> str:
 
 
 def draw_curves(log: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Draws each head's loss and top-1 accuracy over positions: training as thin lines, held-out with markers."""
+    """Draws each head's loss and top-1 accuracy over positions: thin lines for training, markers for held-out data."""
     steps = [line for line in log if line["event"] == "stepped"]
     checks = [line for line in log if line["event"] == "validated"]
     labels = {"head_losses": "loss (nats)", "accuracies": "top-1 accuracy"}
@@ -159,7 +160,7 @@ def draw_curves(log: Sequence[dict[str, Any]], path: Path, title: str) -> None:
                 xlabel="positions", ylabel=label, title=f"{label}; thin: training, marks: held out"
             )
             axis.grid(alpha=0.3)
-        # Beside the axes, where it hides no curve.
+        # The legend stands next to the axes, where it hides no curve.
         if axes[0].lines:
             handles, names = axes[0].get_legend_handles_labels()
             figure.legend(handles, names, loc="outside right upper")
@@ -194,7 +195,7 @@ def _smooth(values: list[float | None], width: int = 4) -> list[float]:
 @contextmanager
 def _figure(path: Path, columns: int, size: tuple[float, float]) -> Iterator[tuple[Any, Any]]:
     """Yields a figure and its axes, then saves the figure."""
-    # The object interface draws without a display and leaves pyplot's global state alone.
+    # A Figure object draws without a display and does not change pyplot's global state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")

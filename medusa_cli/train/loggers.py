@@ -19,9 +19,9 @@ OnEvent = Callable[[Logged], None]
 def logger_of(
     name: str | None, run: Run, recipe: Recipe, resumed_at: int | None = None
 ) -> Iterator[OnEvent]:
-    """Yields a function that sends training events to a logger in LOGGERS; without a name, it ignores them.
+    """Yields a function that sends training events to a logger of LOGGERS; without a name, the function does nothing.
 
-    resumed_at: the step of the checkpoint with which the training resumes.
+    resumed_at: the step of the checkpoint from which the training resumes.
     """
     if name is None:
         yield lambda event: None
@@ -60,7 +60,7 @@ _SINGULAR = {"accuracies": "accuracy", "head_losses": "loss"}
 def _tensorboard(run: Run, recipe: Recipe, resumed_at: int | None) -> Iterator[Send]:
     from torch.utils.tensorboard import SummaryWriter
 
-    # Steps after the checkpoint are run again, so the ones that were logged before are hidden.
+    # Steps after the checkpoint are run again, so their earlier entries in the log are hidden.
     first = None if resumed_at is None else resumed_at + 1
     with SummaryWriter(str(run.path / "tensorboard"), purge_step=first) as writer:
         writer.add_text("recipe", f"```yaml\n{recipe.to_yaml()}```")
@@ -103,5 +103,5 @@ def _trackio(run: Run, recipe: Recipe, resumed_at: int | None) -> Iterator[Send]
         trackio.finish()
 
 
-# Keyed by the name of the extra that installs the package.
+# The keys are the names of the extras that install the packages.
 LOGGERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}

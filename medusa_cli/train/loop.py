@@ -34,7 +34,7 @@ BETAS = (0.9, 0.95)
 
 
 class _Objective(nn.Module):
-    """Computes the loss as a module of the trained weights, whose gradients processes can exchange."""
+    """Computes the loss as a module that holds the trained weights, so that processes can exchange their gradients."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], compute: Callable[[list[Conversation]], BatchLoss]
@@ -52,9 +52,9 @@ class Trainer:
 
     The drafter is converted to fp32 (master weights) and computes in the recipe's dtype. With `resume`, training
     continues from the run's checkpoint, with the same batches and learning rates as without the interruption.
-    seconds_left: returns the time for the rest of the training. The last steps are left out if they would take longer;
-    the learning rate falls even then. If there are several processes, each takes a share of every step's micro-batches.
-    A step is therefore the same for any number of processes.
+    seconds_left: returns the time that is left for the training. If the remaining steps would take longer, the last
+    ones are left out, and the learning rate falls over the others. If there are several processes, each takes a share
+    of every step's micro-batches. A step is therefore the same for any number of processes.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class Trainer:
         heads = list(trained_weights(drafter).values())
         slow = list(self.weights.values())
         self.parameters = [*heads, *slow]
-        # Some experts of an MTP layer may get no token, and stage 2 may train only the heads.
+        # A step may leave weights unused: some experts of an MTP layer may get no token, and stage
+        # 2 may train only the heads.
         unused = train.stage == 2 or isinstance(drafter, Mtp)
         objective = _Objective(self.parameters, self._loss)
         self.objective = self.world.exchanging(objective, unused=unused)
@@ -128,7 +129,7 @@ class Trainer:
         return sum(self.sizes[: self.step])
 
     def events(self) -> Iterator[Logged]:
-        """Runs from the current step to the last, or until it should stop, and writes a checkpoint at the end."""
+        """Runs steps until the last one, or until `should_stop` returns True; writes a checkpoint at the end."""
         train = self.recipe.train
         if self.validation and train.stage == 2 and self.step == 0:
             yield self._validate_and_keep()
@@ -146,12 +147,13 @@ class Trainer:
             if not last and self.step % train.checkpoint_every == 0:
                 self.save()
                 yield Saved(self.step)
-        # A run that is stopped at once may have been started by mistake.
+        # A run that is stopped early may have been started by mistake, so it keeps the earlier
+        # run's files.
         self.save(keep_earlier=self.step < self.steps)
         yield Saved(self.step)
 
     def _fit(self, step_s: float) -> None:
-        """Leaves out the steps that do not fit in the remaining time, if steps take as long as now."""
+        """Leaves out the steps that do not fit in the remaining time if each step takes step_s seconds."""
         if self.seconds_left is not None:
             last = self.step + max(0, int(self.seconds_left() / step_s))
             del self.groups[last:], self.sizes[last:]
@@ -177,7 +179,7 @@ class Trainer:
                 losses.append(replace(loss, total=loss.total.detach()))
 
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
-        # The only time in a step that the host waits for a GPU.
+        # In a step, the host waits for a GPU only here.
         sums, [grad_norm] = read(losses, norm)
         self._check(sums, [items for (_, items), counts in batches if counts], grad_norm)
         lr = self._update()
@@ -361,7 +363,7 @@ def optimizer_of(
 
 
 def read(losses: Sequence[BatchLoss], *others: Tensor) -> tuple[list[dict[str, Any]], list[float]]:
-    """Returns the figures of micro-batches as sums, and other numbers; the host waits for the device once."""
+    """Returns the figures of micro-batches as sums, and the values of `others`; the host waits for the device once."""
     if not losses and not others:
         return [], []
     vectors = [loss.figures for loss in losses]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns of a row of logits that a program reads at a time.
+# Number of logits of a row that a program reads at a time.
 BLOCK = 4096
 
 
@@ -17,7 +17,7 @@ BLOCK = 4096
 def cross_entropy_kernel(
     logits, targets, weights, right, p, p_rows, losses, width, soft, BLOCK: tl.constexpr
 ):
-    """Reads a row of logits twice: for its largest logit and its sums, and for the gradient, which replaces the row."""
+    """Reads a row of logits twice: for its maximum and its sums, then for the gradient, which replaces the row."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     target = tl.load(targets + row)
@@ -60,7 +60,7 @@ def cross_entropy_kernel(
 
 
 def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
-    """Returns the result of `fused_linear.PlainLoss`, in one launch and a sum."""
+    """Returns the result of `fused_linear.PlainLoss`, with one kernel launch and one sum."""
     losses = torch.empty(len(logits), device=logits.device)
     cross_entropy_kernel[(len(logits),)](
         logits,

@@ -28,11 +28,11 @@ from medusa_cli.train.fused_linear import (
 )
 from medusa_cli.train.schedules import lambda_0
 
-# Rows of full-vocabulary logits processed at once: 64 x 49,152 in fp32 are 12 MB, which stay in the
-# CPU's cache. Each block reads the whole lm_head, so a GPU takes larger ones.
+# Number of rows of full-vocabulary logits processed at once. 64 x 49,152 logits in fp32 are 12 MB,
+# which stay in a CPU's cache. Each block reads the whole lm_head, so blocks are larger on a GPU.
 LM_ROWS = 64
 GPU_LM_ROWS = 1024
-# Share of its tokens that sampled softmax draws from the less likely ones.
+# Share of the tokens in sampled softmax that are drawn from the less likely tokens.
 DRAWN = 0.25
 # One position in this many is used to find the teacher's most likely tokens in a batch.
 ASKED = 8
@@ -42,10 +42,10 @@ ASKED = 8
 class BatchLoss:
     """Holds the loss of a micro-batch and its parts.
 
-    total: the value to minimize, a mean over all `positions`. A head without a target at a position
-    adds nothing there. by_head [K]: what each head adds to it. scale [K]: turns this into a sum over
-    the head's `learned` [K] targets. correct, counted [K]: each head's top-1 hits and targets. scale
-    and counted are on the host. parts: the other parts of the loss by name.
+    total: the value to minimize, a mean over all `positions`. A head without a target at a position adds nothing there.
+    by_head [K]: each head's part of `total`. scale [K]: the factors that turn these parts into sums over the `learned`
+    [K] targets of each head. correct, counted [K]: each head's top-1 hits and targets. `scale` and `counted` are in the
+    host's memory. parts: the other parts of the loss by name.
     """
 
     total: Tensor
@@ -65,7 +65,7 @@ class BatchLoss:
         return torch.cat([*heads, torch.stack([self.total.detach(), *parts])])
 
     def sums(self, figures: Tensor) -> dict[str, Any]:
-        """Returns the figures as sums over positions, once the host has read them."""
+        """Returns sums over positions from `figures`, which the host has read."""
         count = len(self.counted)
         by_head, correct, learned, rest = figures.split(
             [count, count, count, len(figures) - 3 * count]
@@ -109,7 +109,7 @@ def stage_2_loss(
     """Returns L = L_LM + lambda_0 * sum of lambda_k L_k (Medusa, equation 2).
 
     progress: the fraction of the training that is done. L_LM is KL(original || trained), where the
-    original is the same network with its adapter off (section 3.3.2). With objective "ce", it is
+    original is the same network with its adapter off (section 3.3.2). With objective "ce", L_LM is
     the cross-entropy of the answer tokens. If gradients are disabled, the parts also report how
     much training has changed the model.
     """
@@ -140,7 +140,7 @@ def model_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the mean L_LM over the answer tokens and, with `measure`, figures on how far the model has moved.
 
-    original: the batch as computed by the original model, or None if that is not kept or not
+    original: the batch that the original model computed, or None if this model is not kept or not
     needed.
     """
     final = slice(-backbone.hidden_size, None)  # the lm_head's input
@@ -200,8 +200,8 @@ def drafter_loss(
     A target outside the draft vocabulary adds nothing to the loss and counts as a miss in the
     accuracy. Heads that read the draft tokens also learn the backbone's hidden states at the
     positions of their targets, with a smooth L1 loss (`train.regress`; EAGLE, arXiv:2401.15077).
-    Only the total includes that part. Heads that do not read the draft tokens could only learn the
-    mean of the possible states.
+    Only the total includes this regression. Heads that do not read the draft tokens could only
+    learn the mean of the possible states.
     """
     device = batch.next.device
     index = drafter.vocabulary_index(device)
@@ -284,8 +284,8 @@ def sample_vocabulary(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `count` vocabulary rows [m] to score, an index [V] into these rows, and their log weights [m].
 
-    index [V]: the row of each token among `size`, or -1 if it has none. mass [M]: the teacher's probabilities of
-    the rows, summed over positions. If it is None, the tokens of the batch are counted instead.
+    index [V]: each token's row among `size` rows, or -1 for a token without a row. mass [M]: the teacher's
+    probabilities of the rows, summed over positions. If `mass` is None, the tokens of the batch are counted instead.
     """
     emitted = index[batch.next[batch.learned]]
     # The last entry counts tokens without a row (-1).
@@ -294,7 +294,7 @@ def sample_vocabulary(
         0, emitted % (size + 1), torch.ones_like(emitted, dtype=counts.dtype)
     )[:size]
     rows, log_weight = sample_rows(counts if mass is None else mass, counts > 0, count)
-    # The index of each row among `rows`. The last entry serves tokens without a row (-1).
+    # The index of each row among `rows`. The last entry is for tokens without a row (-1).
     number = rows.new_full((size + 1,), -1)
     number[rows] = torch.arange(len(rows), device=rows.device)
     return rows, number[index], log_weight
@@ -308,7 +308,7 @@ def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Ten
     added to the scores, the softmax matches the softmax over all rows in expectation.
     """
     order = torch.where(required, torch.inf, mass).argsort(descending=True)
-    # The host waits for these two numbers, at once.
+    # The host waits once for both numbers.
     likely, needed = torch.stack([((mass > 0) | required).sum(), required.sum()]).tolist()
     first = max(needed, min(count - int(DRAWN * count), likely))
     rest = order[first:]
@@ -324,9 +324,8 @@ def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Ten
 def teacher_head(drafter: HeadDrafter, backbone: Backbone) -> tuple[Tensor, Tensor | None]:
     """Returns the lm_head's weight [M, H], and its bias [M] if it has one, for the heads' vocabulary.
 
-    In stage 2, it is the lm_head of the adapted model, because that model verifies the drafts. The
-    KL loss of self-distillation keeps the adapted model close to the original (Medusa, section
-    3.3.2).
+    In stage 2, the lm_head is the adapted model's, because that model verifies the drafts. The KL
+    loss of self-distillation keeps the adapted model close to the original (Medusa, section 3.3.2).
     """
     if drafter.config.vocabulary == "draft":
         weight, bias = backbone.lm_head_rows(drafter.draft_ids)
@@ -347,8 +346,8 @@ def teacher_probabilities(
 ) -> Tensor:
     """Returns the backbone's probabilities [n, M] over the vocabulary of a `teacher_head`, given states [n, H].
 
-    rows [m]: limits the vocabulary to these rows. log_weight [m]: the log of how many rows each of
-    them represents.
+    rows [m]: limits the vocabulary to these rows. log_weight [m]: the log of how many rows each row
+    represents.
     """
     weight, bias = lm_head
     if rows is not None:

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 def with_dtype(recipe: Recipe, options: LoadOptions) -> Recipe:
     """Returns the recipe with the number type that `auto` stands for on the device.
 
-    Without instructions for bf16, gradients in it take many times as long as in fp32.
+    On a CPU without bf16 instructions, bf16 gradients take many times as long as fp32 gradients.
     """
     if recipe.train.dtype != "auto":
         return recipe
@@ -59,7 +59,7 @@ def runs_model(kind: type[HeadDrafter] | HeadDrafter, train: TrainRecipe) -> boo
 def needs_network(kind: type[HeadDrafter], train: TrainRecipe, options: LoadOptions) -> bool:
     """Returns True if stage 1 runs the network's own layers.
 
-    On a GPU, the torch engine can also run whole conversations, in a third of the operations.
+    On a GPU, the torch engine can also run whole conversations, with a third of the operations.
     """
     on_cpu = torch.device(resolve_device(options.device)).type == "cpu"
     return kind.uses_verify_pass or (runs_model(kind, train) and on_cpu)
@@ -120,7 +120,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) -> None:
-    """Raises UsageError if the model cannot be trained or sharded with these load options, or if one has no effect."""
+    """Raises UsageError if the model cannot be trained or sharded with these options, or if an option has no effect."""
     for name, values in IGNORED_JOINTLY.items():
         value = getattr(options, name)
         if train.stage == 2 and value in values:
@@ -211,7 +211,7 @@ def options_for(kind: type[HeadDrafter], train: TrainRecipe, options: LoadOption
 def without_fp16(recipe: Recipe, options: LoadOptions) -> LoadOptions:
     """Returns the options with another number type if gradients would pass through a network in fp16.
 
-    Gradients per element are below the smallest number of fp16. Raises UsageError if fp16 was requested.
+    The gradients of single elements are below the smallest fp16 number. Raises UsageError if fp16 was requested.
     """
     if options.dtype == "fp16":
         raise UsageError(
@@ -235,7 +235,7 @@ def read_data(
 ) -> tuple[Dataset, HeadDrafter, bool]:
     """Reads the conversations and builds the recipe's drafter for them.
 
-    Also returns True if every step runs the model over whole conversations. These are then truncated.
+    The third value is True if every step runs the model over whole conversations; they are then truncated.
     """
     train = recipe.train
     online = train.stage == 2 or runs_model(DRAFTERS[recipe.drafter.name], train)
@@ -249,7 +249,7 @@ def read_data(
 def frozen_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     """Loads the frozen model with its decoding engine, or with the engine that can run whole conversations.
 
-    If its states come from a server, its layers stay on the disk.
+    If a vLLM server computes the states, the model's layers stay on the disk.
     """
     kind = DRAFTERS[recipe.drafter.name]
     train = recipe.train
@@ -296,7 +296,8 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     backbone.engine = EagerEngine(backbone)
     adapter.unfreeze(network, everything=train.tuning == "full")
     if train.gradient_checkpointing:
-        # The reentrant form needs inputs that require gradients. A frozen embedding returns none.
+        # Reentrant checkpointing needs inputs that require gradients. A frozen embedding does not
+        # return such inputs.
         network.gradient_checkpointing_enable({"use_reentrant": False})
     network.train()
     return backbone
@@ -305,7 +306,8 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
 def _remove_noise(network: nn.Module) -> None:
     """Sets the network's dropout and the noise of its routers to 0.
 
-    Noise would be learned as a difference from the original model, which the same layers compute.
+    With noise, the model would seem to differ from the original model, which the same layers
+    compute.
     """
     for module in network.modules():
         if isinstance(module, nn.Dropout):
@@ -365,11 +367,11 @@ def _renew_vocabulary(drafter: HeadDrafter, dataset: Dataset) -> None:
 
 
 def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool) -> bool:
-    """Copies the run's drafter into a new one of the same shape; returns False if there is no such drafter.
+    """Copies the run's drafter into a new drafter of the same shape; returns False if the run has no such drafter.
 
     The drafter may belong to a model with other weights, such as the base of a fine-tune. adapted:
-    stage 2 heads are copied too, with the adapter that they belong to. The new drafter may have
-    more prefix layers and more blocks per head, because new ones have no effect yet.
+    also copies stage 2 heads, with the adapter to which they belong. The new drafter may have more
+    prefix layers and more blocks per head, because these have no effect before they are trained.
     """
     if not run.has_drafter:
         return False

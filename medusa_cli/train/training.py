@@ -61,7 +61,7 @@ from medusa_cli.train.loop import Trainer
 
 log = logging.getLogger(__name__)
 LEVELLED = 4096  # positions used to measure the scale of EAGLE's taps
-GOOD_COVERAGE = 0.95  # of held-out tokens; any other token ends a draft path
+GOOD_COVERAGE = 0.95  # of held-out tokens; a token outside the draft vocabulary ends a draft path
 FAR = 0.05  # KL to the original in nats per token above which stage 2 warns
 # Training figures that are stored with the drafter.
 KEPT_FIGURES = ("steps", "best_step", "positions", "draft_coverage", "validation")
@@ -69,7 +69,7 @@ KEPT_FIGURES = ("steps", "best_step", "positions", "draft_coverage", "validation
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a training run: where the drafter is, the figures, and whether it was stopped early."""
+    """Holds the result of a training run: the run with the drafter, the figures, and whether it was stopped early."""
 
     run: Run
     figures: Document
@@ -92,14 +92,13 @@ def train(
 ) -> Trained | None:
     """Trains the recipe's drafter in a run and saves it there.
 
-    The saved drafter is that of the validation with the highest simulated acceptance length, or of
-    the last step if there is no validation. data: conversations to use instead of the run's. start:
-    a run whose heads (in stage 2 with their adapter) are trained further. logger: tensorboard,
-    wandb or trackio, which then also receives the events. should_stop: called before every step;
-    training stops if it returns True, and leaves a checkpoint for `resume`. seconds_left: the time in
-    which the training ends, if necessary with fewer steps. show: called with a
-    name, the number of tokens done, the total and a `note`. Under torchrun, the processes share
-    every step, and all but the first return None.
+    The saved drafter is that of the validation with the highest simulated acceptance length, or of the last step if
+    there is no validation. data: conversations to use instead of the run's. start: a run whose heads (in stage 2 with
+    their adapter) are trained further. logger: tensorboard, wandb or trackio; it also receives the events. should_stop:
+    called before every step; training stops if it returns True, and leaves a checkpoint for `resume`. seconds_left:
+    returns the time that is left; training ends within it, if necessary with fewer steps. show: called with a name, the
+    number of tokens done, the total and a `note`. Under torchrun, the processes share every step, and all but the first
+    return None.
     """
     setup.check_recipe(recipe)
     if process.owned:
@@ -170,7 +169,7 @@ def _load(
         run.bind(backbone.identity)
 
     dataset, drafter, online = setup.read_data(recipe, backbone, source)
-    # Not in stage 2, where dropout makes any two passes differ.
+    # Stage 2 is not checked, because its dropout makes any two passes differ.
     if drafter.uses_verify_pass and train.stage == 1 and not train.shard:
         check_extra_rows(backbone)
 
@@ -241,7 +240,7 @@ def _run(trainer: Trainer, show: ShowProgress, on_event: OnEvent) -> None:
 
 
 def _warn_of_short_answers(name: str, items: Sequence[Conversation], heads: int) -> None:
-    """Warns of heads that have no target, because head k needs an answer of more than k tokens."""
+    """Warns of heads that have no target: head k needs an answer of more than k tokens."""
     longest = max((end - start for item in items for start, end in item.spans), default=heads + 1)
     if longest > heads:
         return
@@ -253,7 +252,7 @@ def _warn_of_short_answers(name: str, items: Sequence[Conversation], heads: int)
 
 
 def _report(event: Validated) -> None:
-    """Logs a validation; in stage 2 also the changes of the model, with a warning if they are too large."""
+    """Logs a validation; in stage 2 also how far the model has changed, with a warning if it is too far."""
     text = f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {shares(event.accuracies)}, "
     text += f"simulated {event.acceptance:.2f} tokens per step"
     parts = event.parts
@@ -284,7 +283,7 @@ def _figures(trainer: Trainer) -> Document:
         "heads": trainer.drafter.num_heads,
         "steps": trainer.steps,
         "positions": trainer.positions,
-        # The vocabulary may come from another data set.
+        # The draft vocabulary may come from another data set.
         "draft_coverage": coverage(trainer.drafter.draft_ids, trainer.dataset.answers()),
         "held_out_coverage": _held_out_coverage(trainer),
         "validation": best and {key: best[key] for key in keys},
@@ -334,7 +333,7 @@ def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
 
 
 def _copy_conversations(source: Path, run: Run) -> None:
-    """Copies conversations into a tuned model's run, without their states, which are the original model's."""
+    """Copies conversations into a tuned model's run, without their states, which the original model computed."""
     with replacing(run.distill_path) as part, part.open("w", encoding="utf-8") as out:
         for record in read_jsonl(source, array=True):
             if isinstance(record, dict):
@@ -393,7 +392,8 @@ def evaluate(
         "tuning": train.tuning if joint else "lora",
     }
     changed |= {"objective": "kl", "dtype": dtype, "shard": False}
-    # Conversations are truncated and batched alike for every run, and all of them are measured.
+    # Conversations are truncated and batched alike for every run, and every conversation is
+    # measured.
     changed |= {"max_length": 1024, "batch_tokens": 2048, "validation_tokens": 10_000_000}
     recipe = replace(recipe, train=replace(train, **changed))
     options = replace(options, dtype=dtype, engine="eager", quantize=rounding_in(run.drafter_dir))
