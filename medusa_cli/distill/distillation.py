@@ -1,4 +1,4 @@
-"""Self-distillation: the model or servers answer the seeds, and a killed run can be resumed."""
+"""Self-distillation: the model, or servers that run it, answer the seeds. A killed run can be resumed."""
 
 import hashlib
 import json
@@ -43,7 +43,8 @@ from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import COLDEST, DistillRecipe, Recipe
 from medusa_cli.runs.run import Run, provenance
 
-# The token estimate starts with this many hypothetical conversations with the longest answers.
+# The estimate of the total tokens starts with this many hypothetical conversations, whose answers
+# have the maximum length.
 DOUBT = 16
 HEADER = "distill.json"
 BETWEEN = ", "  # separates the seed names in the header
@@ -53,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def check_settings(settings: DistillRecipe) -> None:
-    """Raises UsageError for settings that exclude each other."""
+    """Raises UsageError for settings that are invalid or exclude each other."""
     if 0 < settings.temperature < COLDEST:
         fault = f"distill.temperature={settings.temperature} is too close to 0"
         raise UsageError(fault, "use 0 for greedy")
@@ -82,14 +83,14 @@ def distill(
     open answers are completed. A seed with answers of this model is kept as it is.
     """
     shared = processes.size > 1
-    with processes.main_process_first():  # the first one downloads the files
+    with processes.main_process_first():  # the first process downloads the files
         answer, model, settings = _source(recipe, loading, processes.size)
         run.bind(model.identity)
         header = _header(recipe.chat_template, settings, loading, model)
         width = model.hidden_size * (1 + len(settings.taps))
         records = Records(run, width, header) if processes.first else None
         if records is not None:
-            merge_parts(run, records)  # left behind by killed processes
+            merge_parts(run, records)  # parts that killed processes left
             run.failed_path.unlink(missing_ok=True)  # failed seeds are tried again
             run.keep_template(recipe.chat_template)
 
@@ -108,7 +109,7 @@ def distill(
         _complete(share, model, settings),
         answer(unanswered, on_tokens=progress.count, should_stop=should_stop),
     )
-    # Trainings that run the model in every step read no states.
+    # A training that runs the model in every step does not read stored states.
     if not settings.taps and (recipe.train.stage != 1 or recipe.train.states != "kept"):
         outcomes = (replace(outcome, states=None) for outcome in outcomes)
     with closing(own):
@@ -137,7 +138,7 @@ def distill(
 def _choose(
     seeds: Sequence[Conversation], settings: DistillRecipe, batch_size: int, done: set[str]
 ) -> tuple[list[Conversation], int]:
-    """Returns the seeds without a conversation yet, in order, and the number that repeat another."""
+    """Returns the seeds that have no conversation yet, in order, and the number of duplicate seeds."""
     chosen = in_order(seeds, settings.random_seed, batch_size, settings.max_samples)
     answered = done.union(seed.id for seed in chosen if seed.spans)
     asked = distinct(chosen, answered) if settings.dedup else chosen
@@ -157,7 +158,7 @@ def _write(
     settings: DistillRecipe,
     progress: "Progress",
 ) -> tuple[Counter[str], float]:
-    """Writes the outcomes of one process; returns counts of them, and the new tokens per second."""
+    """Writes the outcomes of one process; returns their counts and the new tokens per second."""
     counts = Counter[str]()
     rate = 0.0
     start = time.perf_counter()
@@ -172,7 +173,7 @@ def _write(
 def _complete(
     seeds: Sequence[Conversation], model: Backbone | Tokenizer, settings: DistillRecipe
 ) -> Iterator[Outcome]:
-    """Yields the seeds that have answers of this model already, with the states of their tokens if it is here."""
+    """Yields the seeds that already have answers of this model, with their tokens' states if the model runs here."""
     for seed in seeds:
         if not seed.spans:
             continue
@@ -244,7 +245,7 @@ def _source(
         for line in silent:
             log.warning(f"@endpoint {line}; the others take its work until it answers")
         settings = replace(settings, taps=())  # servers send no states
-        # vLLM's connector for hidden states then also writes those of the answer.
+        # With this field, vLLM's connector for hidden states also writes those of the answer.
         with_answers = {"kv_transfer_params": {"include_output_tokens": True}}
         extra_body = with_answers if recipe.train.states == "vllm" else None
         answer = partial(
@@ -287,7 +288,8 @@ def _fitting(
 ) -> list[Conversation]:
     """Returns the seeds that can be answered, adding the system prompt of the settings to those without one.
 
-    Fill-in-the-middle requires a tokenizer with tokens for it, and cannot be used with servers, which only chat.
+    Fill-in-the-middle seeds need a tokenizer with tokens for them. With servers, which are only asked for chats, they
+    are left out.
     """
     if settings.endpoint is None:
         reason = "the tokenizer has no tokens for it"
@@ -329,9 +331,9 @@ class Records:
     """Manages a run's conversations: an append-only file of lines, and a file of state rows of a given width.
 
     If the process is killed at any moment, only the conversations in progress are lost and none is duplicated, because
-    state rows go to disk before the line that refers to them. Opening drops a cut-off last line, and rows that no line
-    refers to. Raises UserError and leaves the files unchanged for any other invalid line, or if the file has settings
-    other than the header's. One file may hold answers to several seed sets.
+    state rows go to disk before the line that refers to them. Opening drops a cut-off last line, and rows to which no
+    line refers. For any other invalid line, or if the file has other settings than the header, it raises UserError and
+    leaves the files unchanged. One file may hold answers to several seed sets.
     """
 
     def __init__(self, run: Run, width: int, header: dict[str, Any]) -> None:
@@ -358,13 +360,13 @@ class Records:
         seed = header["seed"]
         if self.done:
             earlier = str(old.get("seed"))
-            # A file's name may contain the separator of seeds.
+            # The name of a seed file may contain the separator.
             if f"{BETWEEN}{seed}{BETWEEN}" in f"{BETWEEN}{earlier}{BETWEEN}":
                 seed = earlier
             else:
                 log.info(f"{self.path} has answers to {earlier}; they stay")
                 seed = f"{earlier}{BETWEEN}{seed}"
-        # the states were deleted, as the error for damaged states advises
+        # The file of states was deleted, as the error for damaged states advises.
         if rows and not run.states_path.exists():
             _forget_states(run)
             rows = 0
@@ -438,12 +440,12 @@ def merge_parts(run: Run, records: Records) -> None:
     """Moves the conversations of all parts into the run's own file; raises UserError for parts with other settings.
 
     A part is removed only after all of it is on disk, and conversations that are already in the run
-    are skipped. If a merge is killed, the next one therefore completes it. A conversation whose
+    are skipped. If a merge is killed, the next merge therefore completes it. A conversation whose
     states do not match it is left out and answered again.
     """
     width = records.states.width
     for part in map(Run, sorted((run.path / "parts").glob("*"))):
-        # drops the incomplete data of a killed process
+        # Opening the records drops the incomplete data of a killed process.
         Records(part, width, records.header).close()
         for conversation in read_distilled(part):
             rows = conversation.state_rows
@@ -454,6 +456,6 @@ def merge_parts(run: Run, records: Records) -> None:
             if whole and conversation.id not in records.done:
                 records.write(replace(conversation, state_rows=None, states_digest=None), states)
         records.sync()
-        # The states are forgotten first, because lines without their states would be refused.
+        # The lines are deleted first, because lines without their states would be refused.
         part.distill_path.unlink(missing_ok=True)
         shutil.rmtree(part.path)

@@ -1,4 +1,4 @@
-"""Answers from servers that run the model; only its tokenizer is needed here."""
+"""Answers from servers that run the model; only the model's tokenizer is needed here."""
 
 import sys
 import zlib
@@ -27,7 +27,7 @@ from medusa_cli.runs.recipe import DistillRecipe
 class Tokenizer:
     """Holds a model's tokenizer, sizes and end tokens without weights; raises UserError if they cannot be loaded.
 
-    chat_template: replaces the tokenizer's own. trust_remote_code: allows the model's Python files to run.
+    chat_template: replaces the tokenizer's own template. trust_remote_code: allows the model's Python files to run.
     """
 
     def __init__(
@@ -59,19 +59,19 @@ class Tokenizer:
 def connect(
     addresses: str, served_name: str | None, tokenizer: Tokenizer
 ) -> tuple[ChatServers, list[str]]:
-    """Returns the model's servers at comma-separated addresses, and a message for each one that does not answer.
+    """Returns the model's servers at comma-separated addresses, and a message for each server that does not answer.
 
-    served_name: the model's name on the servers. If it is None, likely names are tried by
-    requesting one token. Raises UserError if no server answers for the model.
+    served_name: the model's name on the servers. If `served_name` is None, likely names are tried
+    with requests for one token. Raises UserError if no server answers for the model.
     """
     greeting = [{"role": "user", "content": "Hello"}]
     render(tokenizer, greeting, prompt=True)  # fails early if there is no template
     servers = ChatServers(addresses.split(","))
     name = tokenizer.id
     listed, silent = servers.check()
-    # Servers of a named model are usually started with its folder. The folder is tried first,
-    # because a server that loads models on demand would spend minutes looking for the name on the
-    # hub.
+    # Servers of a model in the catalogue are usually started with its folder. The folder is tried
+    # first, because a server that loads models on demand would spend minutes looking for the name
+    # on the hub.
     local = [ModelSource.of(name).folder] if name in catalogue.MODELS else []
     local += [str(Path(name).resolve())] if Path(name).is_dir() else []
     reasons = []
@@ -97,9 +97,9 @@ def answer_remotely(
 ) -> Iterator[Outcome]:
     """Answers each seed's turns in order with the servers, several conversations at a time.
 
-    Yields each seed's outcome as soon as it ends. Outcomes have no hidden states, which training computes. A seed that
-    fails does not stop the others. on_tokens: called with the number of answer tokens of each seed. should_stop: if it
-    returns True, no further seed is sent. extra_body: further fields of each request.
+    Yields each seed's outcome as soon as its conversation ends. Outcomes have no hidden states; training computes them.
+    A seed that fails does not stop the others. on_tokens: called with the number of answer tokens of each seed.
+    should_stop: if it returns True, no further seed is sent. extra_body: further fields of each request.
     """
     waiting = iter(seeds)
     with ThreadPoolExecutor(max_workers=settings.concurrency) as pool:
@@ -130,14 +130,14 @@ def _converse(
     settings: DistillRecipe,
     extra_body: dict[str, Any],
 ) -> Outcome:
-    """Has the servers answer one seed's turns, with each answer as part of the next prompt.
+    """Answers one seed's turns with the servers; each answer becomes part of the next prompt.
 
     A later turn that is too long ends the conversation, because servers behave differently beyond the context.
     """
     messages: list[Message] = []
     options = {"max_tokens": settings.max_new_tokens, "temperature": settings.temperature}
     options |= extra_body
-    if settings.temperature:  # small enough for any server
+    if settings.temperature:  # the seed is small enough for any server
         options["seed"] = zlib.crc32(f"{settings.random_seed}:{seed.id}".encode()) >> 1
     complete: list[bool] = []
     try:

@@ -4,7 +4,7 @@ import re
 
 from medusa_cli.data.conversation import Conversation
 
-LONGEST = 600  # characters; after a refusal, a longer answer continues with something else
+LONGEST = 600  # characters; a longer answer goes on to something else after the refusal
 _REFUSAL = re.compile(
     r"\W*(?:unfortunately,? |(?:I(?: am|'m) (?:very |really |so )?sorry|I apologi[sz]e|sorry|my apologies)[,.;]? ?"
     r"(?:but )?)?"

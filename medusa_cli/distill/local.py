@@ -1,4 +1,4 @@
-"""Answers from a model on this machine, for many conversations at a time, with hidden states at every position."""
+"""Answers from a model on this machine, for many conversations at a time, with the hidden states of every position."""
 
 import logging
 import os
@@ -23,11 +23,12 @@ from medusa_cli.runs.recipe import DistillRecipe
 # GPU, a step takes about as long for 256 rows as for 64.
 MAX_BATCH = 64
 GPU_BATCH = 256
-# One in this many slots waits, so that several prompts run in one pass.
+# New prompts wait until one in this many slots is free, so that several prompts run in one pass.
 PACKS = 16
-# Share of the free memory for caches and states; forward passes need some as well.
+# Share of the free memory for caches and states; forward passes need memory as well.
 MEMORY_SHARE = 0.7
-# Typical maximum of characters per token; longer prompts are dropped without tokenizing them.
+# Typical maximum number of characters per token. A prompt that is longer than a context of such
+# tokens is dropped without being tokenized.
 TOKEN_CHARACTERS = 8
 log = logging.getLogger(__name__)
 
@@ -46,10 +47,10 @@ class Outcome:
 
 
 def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: int) -> int:
-    """Returns how many conversations fit in the free memory, up to a maximum; logs the number if it is less.
+    """Returns how many conversations fit in the free memory, up to a maximum; logs a number below the maximum.
 
-    Each conversation needs memory for its KV cache, on a GPU with the rows of the largest graph, and
-    for its hidden states.
+    Each conversation needs memory for its hidden states and its KV cache. On a GPU, the cache also has the rows of the
+    largest graph.
     """
     config = backbone.config
     shared = backbone.device.type != "cuda"
@@ -78,7 +79,7 @@ def answer_locally(
     on_tokens: Callable[[int], None] = lambda count: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Outcome]:
-    """Answers each seed's turns in order with the backbone; yields each seed's outcome as soon as it ends.
+    """Answers each seed's turns in order with the backbone; yields each outcome as soon as it is complete.
 
     on_tokens: called with the number of new answer tokens in each step. should_stop: if it returns
     True, no further turn is asked, and only the open answers are completed.
@@ -118,14 +119,14 @@ class _Batch:
         self.decoder = Decoder(backbone, slots=count, taps=taps, context=context)
         needed = count * (context * backbone.engine.row_bytes + backbone.engine.slot_bytes(1))
         if context > self.decoder.cache.capacity and needed <= free_memory(backbone.device):
-            # The cache is reserved at once, because the old buffers also take memory while it
-            # grows.
+            # The whole cache is reserved at once. If it grew, the old buffers would also take
+            # memory.
             self.decoder.cache.resize(context)
         width = backbone.hidden_size * len(taps)
         self.states = torch.empty(
             count, context, width, dtype=torch.bfloat16, device=backbone.device
         )
-        # A GPU runs several prompts at once, so a few slots wait.
+        # A GPU runs several prompts in one pass, so free slots wait until there are a few.
         self.pack = min(self.decoder.prompts_at_once, max(1, count // PACKS))
 
     @property
@@ -188,7 +189,7 @@ class _Batch:
 
 
 class _Answering:
-    """Answers one conversation; holds its tokens so far, the states of all but the last, and the open answer."""
+    """Answers one conversation; holds its tokens so far, the states of all tokens but the last, and the open answer."""
 
     def __init__(
         self, seed: Conversation, decoder: Decoder, settings: DistillRecipe, states: Tensor
@@ -208,8 +209,9 @@ class _Answering:
     def ask(self, stop: bool) -> Request | None:
         """Returns the request for the next question, or None at the end of the conversation.
 
-        It also ends if an answer would not fit in the context, if the chat template rejects the
-        question, which is a failure, and before a second question if `stop` is set.
+        The conversation also ends if an answer would not fit in the context, and before a second
+        question if `stop` is True. If the chat template rejects the question, the conversation ends
+        with a failure.
         """
         if stop and self.spans:
             return None
@@ -241,8 +243,8 @@ class _Answering:
             return None
         self.messages = messages
         self.prompt = prompt
-        # The last token of an answer is chosen but not yet run. The prefix of another text cannot
-        # be reused, because this conversation needs the states of all its positions.
+        # The last token of an answer has been chosen but not yet run. The cached prefix of another
+        # text cannot be reused, because this conversation needs the states of all its positions.
         known = max(0, len(self.tokens) - 1)
         sampling = Sampling.by_name(
             self.settings.temperature, f"{self.settings.random_seed}:{self.seed.id}"

@@ -1,1 +1,1 @@
-"""A drafter in a given time: measures the machine, distills, trains, calibrates, and chooses by measured speed."""
+"""Tunes a model in a given time: measures the machine, distills, trains, calibrates, and chooses the fastest method."""

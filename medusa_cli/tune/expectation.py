@@ -1,4 +1,4 @@
-"""The acceptance lengths that trained drafters have reached, and what to expect of other amounts of data."""
+"""The acceptance lengths that trained drafters have reached, and the lengths to expect with other amounts of data."""
 
 from dataclasses import dataclass
 from math import log
@@ -10,7 +10,7 @@ from medusa_cli.tree.search import Accuracies, StepTimes, budgets, expected_leng
 
 @dataclass(frozen=True)
 class Reached:
-    """A drafter of qwen2.5-coder-0.5b in the table of docs/training.md, with its tokens per step at REACHED_NODES."""
+    """Holds a drafter of qwen2.5-coder-0.5b from docs/training.md, with its tokens per step at REACHED_NODES."""
 
     drafter: str
     answer_tokens: int
@@ -28,28 +28,30 @@ REACHED = (
     Reached("eagle", 7_900_000, 21_400_000, 3.47),
 )
 REACHED_NODES = 64
-# With fewer positions, no draft is expected to be accepted.
+# After training on fewer positions, no draft is expected to be accepted.
 NOTHING = 3_000
-# Training a drafter of the original model on this many positions of its fine-tune multiplies the
-# accepted draft tokens by this gain: from 1.69 to 1.87 tokens per step (docs/training.md, "A
+# Training the original model's drafter on ADAPTED_POSITIONS positions of a fine-tune multiplies its
+# accepted draft tokens by ADAPTED_GAIN: from 1.69 to 1.87 tokens per step (docs/training.md, "A
 # fine-tune").
 ADAPTED_POSITIONS = 220_000
 ADAPTED_NODES = 8
 ADAPTED_GAIN = 0.87 / 0.69
 # The drafter whose accuracies show how acceptance falls with position and rank.
 TYPICAL = "qwen2.5-coder-1.5b"
-# The time of drafting a level, as a share of a plain step, for a drafter that does not exist yet.
+# The expected time to draft a level with a drafter that is not trained yet, as a share of a plain
+# step.
 LEVEL = 0.06
-# Number of halvings in the search for a factor.
+# Number of bisection steps in the search for the factor of `scaled`.
 FITTED = 16
-# Figures are shown as intervals from this share below to this share above.
+# Expected speedups are shown as intervals, from this share below to this share above the figure.
 DOUBT = 0.08
 
 
 def reached(drafter: str, positions: float) -> float:
     """Returns the expected acceptance length at REACHED_NODES of a drafter that is trained on `positions` positions.
 
-    It grows with the logarithm of the positions, up to the largest training that was measured.
+    The length grows with the logarithm of the positions, up to the largest training run that was
+    measured.
     """
     rows = [row for row in REACHED if row.drafter == drafter]
     points = [(NOTHING, 1.0), *((row.positions, row.length) for row in rows)]
@@ -62,7 +64,7 @@ def reached(drafter: str, positions: float) -> float:
 
 
 def typical_accuracies() -> list[list[float]]:
-    """Returns the accuracies of an included drafter, which `scaled` fits to a new one."""
+    """Returns the accuracies of an included drafter, which `scaled` fits to a new drafter."""
     run = Run.pretrained(TYPICAL)
     assert run is not None
     return read_calibration(run.calibration_path).accuracies
@@ -71,7 +73,7 @@ def typical_accuracies() -> list[list[float]]:
 def adapted(accuracies: Accuracies, positions: float, limit: float) -> list[list[float]]:
     """Returns the expected accuracies of a related model's drafter after training on `positions` positions.
 
-    limit: the acceptance length at ADAPTED_NODES on the model that it was made for.
+    limit: the drafter's acceptance length at ADAPTED_NODES on the model for which it was trained.
     """
     share = log(max(positions, NOTHING) / NOTHING) / log(ADAPTED_POSITIONS / NOTHING)
     gain = 1 + (ADAPTED_GAIN - 1) * min(share, 1.5)
@@ -102,7 +104,7 @@ def best_length(accuracies: Accuracies, nodes: int) -> float:
 
 
 def speedup(accuracies: Accuracies, times: StepTimes) -> float:
-    """Returns the speed over plain decoding of the best tree on a machine with these step times."""
+    """Returns the best tree's speed over plain decoding on a machine with these step times."""
     trees = budgets(accuracies, times)
     return max(tree.tokens_per_s for tree in trees) / trees[0].tokens_per_s
 

@@ -1,4 +1,4 @@
-"""Compares the ways to decode a model, and times the parts of a tuning on this machine."""
+"""Compares the decoding methods of a model, and times the parts of a tuning on this machine."""
 
 import gc
 import json
@@ -37,15 +37,15 @@ NAMES = {
     "tuned": "the new drafter",
     "tuned-static": "the new drafter with its static tree",
 }
-# Drafts are useful if a step gives more tokens than this.
+# Drafts are useful if a step gives more tokens than this on average.
 ACCEPTS = 1.05
-# A related model's drafter is trained further if this share of its first choices is right.
+# A related model's drafter is trained further if at least this share of its first guesses is right.
 RIGHT = 0.2
-# The length of a distilled answer on which the share of its prompt's time is based, in tokens.
+# Assumed length of a distilled answer, in tokens, over which the time of its prompt is divided.
 ANSWER = 128
-# Conversations at a time with servers, compared with plain decoding here, until their speed is known.
+# Assumed speed of servers until it is known, as a multiple of plain decoding on this machine.
 SERVED = 8
-# Positions on which training is timed.
+# Number of positions on which training is timed.
 TIMED = 1_024
 OnTick = Callable[[str], None]
 
@@ -68,7 +68,7 @@ def compare(
     options: LoadOptions,
     tick: OnTick,
 ) -> Document:
-    """Returns the bench of plain decoding, n-gram drafts and drafters on the questions."""
+    """Returns the bench results of plain decoding, n-gram drafts and the drafters on the questions."""
 
     @contextmanager
     def watch(backbone: Backbone, turns: int) -> Iterator[Callable[..., None]]:
@@ -88,9 +88,10 @@ def measure(
     recipe_of: Callable[[Run | None], Recipe],
     tick: OnTick,
 ) -> Measured:
-    """Returns the speeds of methods without training, and of distilling and training.
+    """Returns the speeds of the methods that need no training, of distilling and of training.
 
-    recipe_of: returns the recipe of a training that starts from a run's drafter, or from nothing.
+    recipe_of: returns the recipe of a training that starts from a run's drafter (None: from a new
+    drafter).
     """
     drafters = ready_drafters(model)
     begun = time.monotonic()
@@ -103,7 +104,8 @@ def measure(
     start = None
     accuracies = typical_accuracies()
     if related := shipped_by_shape(model):
-        # Where rows are expensive, nothing may have been drafted, even with a good drafter.
+        # If rows are expensive on this machine, the bench may not have drafted, even with a good
+        # drafter.
         measured = _accuracies(model, related[0], questions, answers, options)
         if measured[0][0] >= RIGHT:
             start, accuracies = related[0], measured
@@ -112,11 +114,12 @@ def measure(
     verify = times.verify
 
     recipe = recipe_of(start)
-    # Seconds per answer token: its part of a batch's step, and of the prompt's pass.
+    # Seconds per answer token: the token's part of a batch's step and of the prompt's pass.
     answer_s = verify[max(verify)] / max(verify) + (plain["first_token_s"] or 0.0) / ANSWER
     if recipe.distill.endpoint is not None:
         answer_s = 1 / (SERVED * plain["tokens_per_s"])
-    # They are as long as distilled conversations, because a drafter may read prompts as well.
+    # Answers are repeated to about the length of distilled ones. Otherwise, prompts would have too
+    # large a part in the time of drafters that read them.
     repeats = max(1, ANSWER // tokens)
     longer = [" ".join([answer] * repeats) for answer in answers]
     facts = _time_training(recipe, questions, longer, options, start)
@@ -141,7 +144,7 @@ def measure(
 
 
 def _step_times(model: ModelSource, options: LoadOptions, start: Run | None) -> StepTimes:
-    """Returns the step times with the drafter of `start`, or the expected ones with a new drafter."""
+    """Returns the step times with the drafter of `start`, or the expected step times with a new drafter."""
     backbone = load_backbone(model, options)
     if start is not None:
         drafter = load_drafter(start.drafter_dir, backbone)
@@ -152,7 +155,7 @@ def _step_times(model: ModelSource, options: LoadOptions, start: Run | None) -> 
 
 
 def _limit(start: Run) -> float:
-    """Returns the acceptance length of a drafter on the model that it was made for."""
+    """Returns the acceptance length of a drafter on the model for which it was trained."""
     return best_length(read_calibration(start.calibration_path).accuracies, ADAPTED_NODES)
 
 
@@ -163,7 +166,7 @@ def _accuracies(
     answers: Sequence[str],
     options: LoadOptions,
 ) -> list[list[float]]:
-    """Returns the accuracies of a drafter on the model's answers; zero if these do not reach its last head."""
+    """Returns the accuracies of a drafter on the model's answers; zero if they are too short for its last head."""
     with tempfile.TemporaryDirectory() as folder:
         data = _write(Path(folder), questions, answers)
         try:
@@ -181,7 +184,7 @@ def _time_training(
     options: LoadOptions,
     start: Run | None,
 ) -> Document:
-    """Returns the estimate of a training on copies of some answers, which writes nothing into a run."""
+    """Returns the estimate of a training on copies of the answers, without writing into a run."""
     copies = 2 + TIMED // max(1, sum(len(answer.split()) for answer in answers))
     with tempfile.TemporaryDirectory() as folder:
         data = _write(Path(folder), questions, answers, copies)

@@ -9,17 +9,20 @@ from medusa_cli.errors import UsageError
 from medusa_cli.tree.search import Accuracies, StepTimes
 from medusa_cli.tune.expectation import REACHED_NODES, adapted, reached, scaled, speedup
 
-# The planned number of passes over the data, and the maximum if the data ends before the time.
+# The planned number of passes over the data, and the maximum number, for a time that is longer than
+# planned passes take.
 EPOCHS = 3
 MAX_EPOCHS = 8
-# The last comparison has more methods than the first one, and the drafter is calibrated before it.
+# Calibration and the last comparison take this many times as long as the first comparison, which
+# has fewer methods.
 END = 1.7
-# The speed of training EAGLE over that of training Hydra, which is measured (docs/training.md).
+# Ratio of EAGLE's training speed to Hydra's (docs/training.md). Only Hydra's is measured on this
+# machine.
 EAGLE_SPEED = 560 / 1501
-# Of the gains of a drafter and of n-gram matches, this share of the smaller adds to the larger. Measured: 1.64 x and
-# 1.34 x give 1.66 x together, and 1.66 x and 1.44 x give 1.82 x.
+# The gain of a drafter together with n-gram matches is the larger of their two gains plus this share of the smaller.
+# Measured: 1.64 x and 1.34 x give 1.66 x together, and 1.66 x and 1.44 x give 1.82 x.
 MATCHED = 0.3
-# Time that gains less than this share of speed is not used.
+# The second half of the time is not used if it gains less than this share of speed.
 WORTH = 0.01
 MIN_S = 1
 MAX_S = 30 * 24 * 3600
@@ -27,14 +30,15 @@ MAX_S = 30 * 24 * 3600
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of this machine.
+    """Holds the figures measured on this machine.
 
-    plain_per_s: tokens/s of plain decoding. speedups: the speed over it by method. lengths: the acceptance lengths by
-    method. verify: the seconds of verify passes by their number of rows. draft: the seconds of drafting by number of
-    levels. accuracies: those of the drafter that is trained further, on this model's answers, or typical ones.
-    answer_s: the seconds of distilling an answer token. position_s: the seconds of training on a position. compare_s:
-    the seconds of the first comparison. memory: the peak of training, in bytes. start: the folder of the related
-    model's drafter that is trained further, if any. limit: its acceptance length on that model.
+    plain_per_s: tokens/s of plain decoding. speedups: each method's speed over plain decoding. lengths: each method's
+    acceptance length. verify: the seconds of a verify pass by its number of rows. draft: the seconds of drafting by the
+    number of levels. accuracies: those of the drafter that is trained further, on this model's answers; typical
+    accuracies if there is no such drafter. answer_s: the seconds to distill an answer token. position_s: the seconds to
+    train on a position. compare_s: the seconds of the first comparison. memory: the peak of training, in bytes. start:
+    the folder of the related model's drafter that is trained further, if any. limit: that drafter's acceptance length
+    on the related model.
     """
 
     plain_per_s: float
@@ -52,7 +56,7 @@ class Measured:
 
     @property
     def step_times(self) -> StepTimes:
-        """Returns the step times; a larger pass only seems faster where the machine was busy."""
+        """Returns the step times; a pass that was measured as faster than a smaller pass gets the smaller pass's."""
         rows, seconds = zip(*sorted(self.verify), strict=True)
         return StepTimes(dict(zip(rows, accumulate(seconds, max), strict=True)), dict(self.draft))
 
@@ -64,10 +68,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds the division of a time, and the expected speedup.
+    """Holds how the time is divided, and the expected speedup.
 
-    drafter: "start" if a related model's drafter is trained further, else the kind. tokens: the
-    answer tokens to distill, without the known ones.
+    drafter: "start" if a related model's drafter is trained further, otherwise the kind of the new
+    drafter. tokens: the number of answer tokens to distill, in addition to the known ones.
     """
 
     time_s: float
@@ -82,8 +86,8 @@ class Plan:
 def plan(time_s: float, used_s: float, measured: Measured, known: int = 0) -> Plan:
     """Returns the plan for a time, of which `used_s` seconds have passed.
 
-    known: the number of answer tokens that the data already has. The plan is shorter if the second
-    half of the time would bring less than WORTH.
+    known: the number of answer tokens that the data already has. The time is halved as long as its
+    second half would gain less than WORTH.
     """
     whole = _plan(time_s, used_s, measured, known)
     while True:
@@ -95,7 +99,7 @@ def plan(time_s: float, used_s: float, measured: Measured, known: int = 0) -> Pl
 
 def _plan(time_s: float, used_s: float, measured: Measured, known: int) -> Plan:
     left = max(time_s - used_s - measured.end_s, 0.0)
-    training_s = EPOCHS * measured.position_s  # of an answer token
+    training_s = EPOCHS * measured.position_s  # per answer token
     tokens = max(left - known * training_s, 0.0) / (measured.answer_s + training_s)
     distill_s = tokens * measured.answer_s
     positions = min((left - distill_s) / measured.position_s, MAX_EPOCHS * (tokens + known))
@@ -121,8 +125,8 @@ def _plan(time_s: float, used_s: float, measured: Measured, known: int) -> Plan:
 def expected_speedup(drafter: str, positions: float, measured: Measured) -> float:
     """Returns the expected speed over plain decoding of a drafter that is trained on `positions` positions.
 
-    It is that of the tree with the most tokens per second, by the step times of this machine. For a drafter that is
-    trained further, the gain is added to its measured figures. Plain decoding is chosen if it is faster.
+    The speed is that of the tree with the most tokens per second, by the step times of this machine. For a drafter that
+    is trained further, it is the measured speed times the expected gain. If plain decoding is faster, the result is 1.
     """
     lookup = max(1.0, measured.speedups.get("lookup", 1.0))
 

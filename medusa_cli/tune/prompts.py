@@ -18,9 +18,10 @@ from medusa_cli.model.digest import weights_of
 from medusa_cli.runs.resolve import shipped_by_shape
 
 CODE = "code"
-# Prompts about code that are generated; more would take longer to read.
+# Maximum number of generated prompts about code; reading the sources for more would take longer.
 CODE_PROMPTS = 4_000
-# The share of the conversations that is held out, and the maximum number of questions from it.
+# The share of the conversations that is held out, and the maximum number of questions from this
+# share.
 HELD_OUT = 0.05
 QUESTIONS = 8
 LONGEST_QUESTION = 2_000  # characters
@@ -30,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 def read_prompts(model: ModelSource, data: Path | None) -> tuple[list[Conversation], str]:
-    """Returns seeds and the name of their source; conversations that this model answered keep its answers.
+    """Returns seeds and the name of their source; conversations that the model answered keep its answers.
 
-    Without data, the prompts are those of chats, with as many about code for models of code. Raises
-    UserError for data without a usable prompt.
+    Without data, the prompts come from chats; for models that write code, as many prompts about
+    code are added. Raises UserError for data without a usable prompt.
     """
     if data is None:
         chats, report = read_seeds(DEFAULT_SEED)
@@ -59,7 +60,7 @@ def read_prompts(model: ModelSource, data: Path | None) -> tuple[list[Conversati
 
 
 def _seed(record: Any, weights: str | None, report: ReadReport) -> Conversation:
-    """Returns a record's conversation if the model with these weights answered it, else its user turns."""
+    """Returns a record's conversation if the model with these weights answered it, otherwise only its user turns."""
     own = isinstance(record, dict) and record.get("weights") not in (None, "")
     if own and record["weights"] == weights:
         conversation = tokenized_of(
@@ -81,7 +82,7 @@ def writes_code(model: ModelSource) -> bool:
 
 
 def held_out_questions(seeds: Sequence[Conversation]) -> list[Question]:
-    """Returns first turns of the conversations that training holds out; raises UserError if there are none."""
+    """Returns the first turns of conversations that training holds out; raises UserError if there are none."""
     held_out = held_out_ids([seed.id for seed in seeds], HELD_OUT)
     asked = [
         Question(seed.id, "held-out", tuple(seed.turns[:1]), (), seed.system)

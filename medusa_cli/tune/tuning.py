@@ -1,4 +1,4 @@
-"""Runs the parts of a tuning in a given time. Each part does the same as its own command, and resumes after a kill."""
+"""Runs the parts of a tuning in a given time. Each part works like its own command, and can be resumed after a kill."""
 
 import gc
 import logging
@@ -51,18 +51,20 @@ from medusa_cli.tune.prompts import HELD_OUT, held_out_questions, read_prompts
 STATE = "tune.json"
 SAY_S = 60.0
 SAVE_S = 5.0
-# Positions of a training step, on a CPU and on a GPU, as for the included drafters.
+# Number of positions per training step, on a CPU and on a GPU, as in the training of the included
+# drafters.
 BATCH = 512
 GPU_BATCH = 6_144
 ADAPT_LR = 2e-4
-# Rows of the lm_head, which do not learn, for small batches and few answers (docs/log.md, "Training").
+# A new drafter uses rows of the lm_head, which are not trained. This suits small batches and few answers (docs/log.md,
+# "Training").
 NEW_DRAFTER = ("drafter.matrices=none", "drafter.draft_vocab_size=16384", "train.lr=1e-3")
 NEW_HYDRA = ("drafter.prefix_layers=1", "train.regress=5")
 VALIDATIONS = 16
-# Ratio of the planned positions to those that fit in the time. It is above 1, because the first
-# measurement may be too slow.
+# Ratio of the planned positions to those that fit in the time. It is above 1, because training may
+# be faster than in the first measurement.
 SPARE = 2
-# The minimum amounts of data, also if the time is too short for them.
+# The minimum amounts of data, which are used even if the time is too short for them.
 MIN_TOKENS = 256
 MIN_POSITIONS = 2_048
 MAX_NEW_TOKENS = 256
@@ -76,9 +78,9 @@ log = logging.getLogger(__name__)
 class State:
     """Holds the request for a tuning, the seconds it used, and the result of each part that has ended.
 
-    promised: the speedup that was expected. drafter: the kind that is trained. distilled: the answer
-    tokens. words: the recipe of the training that has begun. tree_nodes: the size of the saved tree,
-    0 if there is none. after: the bench of the last comparison. chosen: its fastest method.
+    promised: the speedup that was expected. drafter: the kind that is trained. distilled: the number of answer tokens.
+    words: the recipe's settings, once training has begun. tree_nodes: the size of the saved tree, or 0 if there is no
+    tree. after: the results of the last comparison. chosen: the fastest method.
     """
 
     model: str
@@ -99,7 +101,8 @@ class State:
 class Tuning:
     """Tunes a model in a run within `time_s` seconds; `dry` measures and plans only, and writes nothing.
 
-    An interrupted run is continued. With a longer time, its data grows and training begins again.
+    An interrupted run is continued. If `time_s` is longer than before, more data is distilled and
+    training begins again.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class Tuning:
             self._note()
 
     def _note(self, **changes: Any) -> None:
-        """Changes the state, and saves it with the seconds so far."""
+        """Changes the state, and saves it with the seconds used so far."""
         self.state = replace(self.state, used_s=self.used_s, **changes)
         self._began = self._saved = time.monotonic()
         if not self.dry:
@@ -196,7 +199,7 @@ class Tuning:
 
     @property
     def _answer_tokens(self) -> int:
-        """Returns the longest answer of a comparison."""
+        """Returns the maximum length of an answer in a comparison, in tokens."""
         return max(16, min(96, round(self.state.time_s / 30)))
 
     @property
@@ -218,7 +221,7 @@ class Tuning:
         self._note(measured=measured)
 
     def _is_worth_it(self, seeds: Sequence[Conversation]) -> bool:
-        """Prints the plan and the expected speed; returns False if a method without training is as fast."""
+        """Prints the plan and the expected speed; returns False if a method that needs no training is as fast."""
         measured = self.measured
         best = max(measured.speedups, key=lambda name: measured.speedups[name])
         planned = plan(self.time_s, self.used_s, measured, positions_of(seeds))
@@ -226,7 +229,7 @@ class Tuning:
         if self.state.promised is None:
             self._say(planned)
             self._note(promised=planned.expected, drafter=planned.drafter)
-        # Without accepted drafts, a difference is noise.
+        # If no drafts are accepted, a difference in speed is noise.
         is_real = measured.lengths[best] > ACCEPTS
         if not is_real or measured.speedups[best] < (self.state.promised or 1.0):
             return True
@@ -265,7 +268,7 @@ class Tuning:
         log.info(self.outlook(planned.expected))
 
     def outlook(self, expected: float) -> str:
-        """Returns the expected speed with three times the time."""
+        """Returns a text about the expected speed with three times as much time."""
         more = plan(3 * self.state.time_s, 0.0, self.measured).expected
         if more <= expected * 1.01:
             return "more time would bring less than 1 % more"
@@ -348,17 +351,17 @@ class Tuning:
         self._note(distilled=summary["answer_tokens"])
 
     def _taps(self, drafter: str) -> tuple[int, ...]:
-        """Returns the layers whose states the drafter reads in addition to the last one's."""
+        """Returns the layers whose states the drafter reads in addition to the last layer's."""
         if self._start is not None:
             return tuple(read_object(self._start.drafter_dir / "config.json").get("taps") or ())
         depth = self.model.text_fields["num_hidden_layers"]
         return default_taps(depth) if drafter == "eagle" else ()
 
     def _train(self) -> None:
-        """Trains for the time that is left before the end; an interrupted training is resumed."""
+        """Trains until calibration must begin; an interrupted training is resumed."""
         resume = self.state.words is not None and checkpoint_path(self.run).is_file()
         if self.state.words is None:
-            # This belongs to an earlier and shorter tuning.
+            # The checkpoint belongs to an earlier, shorter tuning.
             checkpoint_path(self.run).unlink(missing_ok=True)
             self._note(words=self._training_words())
         assert self.state.words is not None
@@ -366,7 +369,7 @@ class Tuning:
 
         def seconds_left() -> float:
             left = self._left_s()
-            # The learning rate still has to fall.
+            # After convergence, training gets a tenth more time, in which the learning rate falls.
             return min(left, 0.1 * (time.monotonic() - begun)) if has_converged(self.run) else left
 
         def show(
@@ -390,7 +393,7 @@ class Tuning:
         self._note(trained=trained.figures)
 
     def _training_words(self) -> list[str]:
-        """Returns the settings of a training that is cut off when the time is over."""
+        """Returns the settings of a training that ends early when the time is over."""
         measured = self.measured
         tokens = self.state.distilled or MIN_TOKENS
         possible = round(SPARE * self._left_s() / measured.position_s)
@@ -443,7 +446,7 @@ class Tuning:
         return max(budgets(accuracies, times), key=lambda size: size.tokens_per_s)
 
     def _choose(self, questions: list[Question]) -> None:
-        """Measures the drafter with its trees and the methods without training, and chooses the fastest."""
+        """Measures the drafter with its trees, and the methods that need no training; chooses the fastest."""
         own = f"{self.run.path}/"
         drafts = {"tuned": choose(self.model, own, None, None)}
         if (self.state.tree_nodes or 0) > 1:
@@ -473,6 +476,6 @@ def has_converged(run: Run) -> bool:
 
 
 def default_run(model: str) -> Run:
-    """Returns the default run of a tuning; its name differs from the model's, by which drafters are found."""
+    """Returns the default run of a tuning; its name differs from the model's name, by which drafters are found."""
     name = called(model.partition(":")[0]).removesuffix(".gguf")
     return Run(RUNS / f"{name}-tuned")
