@@ -1,4 +1,4 @@
-"""Attention over the KV cache on a GPU with torch's fused kernels, under masks or by lengths in a tensor."""
+"""Attention over the KV cache on a GPU by torch's fused kernels, given masks or the slots' lengths."""
 
 from functools import cache
 
@@ -49,12 +49,13 @@ def behind(
     reads: list[Tensor],
     scale: float,
 ) -> Tensor:
-    """Computes attention from R rows in each of B slots to earlier columns and, under a mask, to one another.
+    """Computes attention from R rows in each of B slots to earlier columns and, under a mask, to each other.
 
-    Flash attention reads no column beyond a slot's length, which it gets as a tensor. The two parts
-    are merged by their log-sum-exps. query [B * R, heads, D]. keys, values [B * KV, C, D]: the
-    cache, which already holds the new rows. new_keys, new_values [B * R, KV, D]. mask: additive
-    [B, 1, G * R, R]. reads: the result of `columns_read`. Returns [B * R, heads * D].
+    Flash attention gets the slots' lengths as a tensor, and reads no column beyond them. Its output
+    and that of the attention among the rows are merged by their log-sum-exps. query [B * R, heads, D].
+    keys, values [B * KV, C, D]: the cache, which already holds the new rows. new_keys, new_values
+    [B * R, KV, D]. mask: additive [B, 1, G * R, R]. reads: the result of `columns_read`. Returns
+    [B * R, heads * D].
     """
     count, heads, dim = query.shape
     kv = new_keys.shape[1]
@@ -62,8 +63,8 @@ def behind(
     size = count // rows
     capacity = keys.shape[1]
     starts, places, used = reads
-    # A view of the cache as rows of KV heads: head h of row r is the cached row r + h * capacity.
-    # Only the rows of a slot's first head are read.
+    # The cache is viewed as rows [KV, D]: head h of row r is the cached row r + h * capacity.
+    # Kernels read only rows r that belong to a slot's first head.
     shape = (size * kv * capacity - (kv - 1) * capacity, kv, dim)
     strides = (dim, capacity * dim, 1)
     far, far_sum, *_ = torch.ops.aten._flash_attention_forward(
@@ -88,7 +89,7 @@ def behind(
     near, near_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         grouped, key, value, mask.expand(size, kv, -1, -1), True, scale=scale
     )
-    # As views [B, R, KV, G, D] and [B, R, KV, G]; the kernel pads its sums.
+    # Outputs become views [B, R, KV, G, D], and sums [B, R, KV, G]. The kernel pads its sums.
     near = near.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4)
     near_sum = near_sum[..., : grouped.shape[2]].unflatten(2, (-1, rows)).permute(0, 3, 1, 2)
     far, far_sum = far.view(near.shape), far_sum.T.unflatten(0, (size, rows)).view(near_sum.shape)
@@ -98,13 +99,13 @@ def behind(
 def merged(far: Tensor, far_sum: Tensor, near: Tensor, near_sum: Tensor) -> Tensor:
     """Merges the attention outputs [.., D] over two sets of columns by their log-sum-exps [..], in fp32."""
     share = (near_sum - far_sum).sigmoid()[..., None]
-    # An output of its own makes it contiguous, and rounds it in the same kernel.
+    # With a given output tensor, one kernel makes the result contiguous and rounds it.
     out = torch.empty(far.shape, dtype=far.dtype, device=far.device)
     return torch.addcmul(far, share, near - far, out=out)
 
 
 def columns_read(lengths: Tensor, rows: int, kv: int, capacity: int) -> list[Tensor]:
-    """Returns where each slot's R rows and its keys begin, both [B + 1], and how many columns it reads [B]."""
+    """Returns the starts of each slot's R rows and of its keys, both [B + 1], and its number of columns to read [B]."""
     # In an empty slot, the first new row is read as if it were an earlier one, since a kernel must
     # read some column.
     used = lengths + 1 if rows == 1 else lengths.clamp(min=1)
@@ -113,7 +114,7 @@ def columns_read(lengths: Tensor, rows: int, kv: int, capacity: int) -> list[Ten
 
 @cache
 def _starts(size: int, steps: tuple[int, ...], device: torch.device) -> list[Tensor]:
-    """Returns 0, step .. size * step as a tensor, which all passes share."""
+    """Returns a tensor 0, step, .., size * step for each of `steps`; all passes share these tensors."""
     slots = torch.arange(size + 1, dtype=torch.int32, device=device)
     return [slots * step for step in steps]
 
@@ -121,7 +122,7 @@ def _starts(size: int, steps: tuple[int, ...], device: torch.device) -> list[Ten
 def visible_behind(lengths: Tensor, tree_mask: Tensor, wide: int) -> Tensor:
     """Returns the mask [B, R, L] by which R rows see a slot's first L = `wide` columns.
 
-    They see the first lengths[b] columns, and one another according to tree_mask, bool [B or 1, R, R].
+    The rows of slot b see its first lengths[b] columns, and each other as tree_mask marks, bool [B or 1, R, R].
     """
     rows = tree_mask.shape[1]
     # [B, L]: the row of this pass in each column

@@ -12,14 +12,14 @@ FIRST_ROWS = 256
 
 
 class Slots(ABC):
-    """The slots of a cache: S sequences, each with its own length, over buffers that differ between engines.
+    """The slots of a cache: S sequences, each with its own length, in buffers that differ between engines.
 
     The rows of slot s from lengths[s] on are free: a pass writes them, and `keep` selects the rows
     that stay. Free rows hold finite numbers, so that a matmul may run over them under a mask. The
-    capacity C doubles as needed. layers: those that have keys.
+    capacity C, in rows per slot, doubles as needed. layers: the number of layers that have keys.
     """
 
-    # True if a row takes memory only from the time when it is written.
+    # True if a row takes memory only once it has been written.
     lazy = False
 
     def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:
@@ -34,11 +34,11 @@ class Slots(ABC):
 
     @abstractmethod
     def keep(self, slot: int, path: Sequence[int]) -> None:
-        """Keeps the rows `path` (ascending, counted from 0) of those just written after a slot's length."""
+        """Keeps, of the rows just written to a slot, the rows `path`: ascending, counted from the slot's length."""
 
     @abstractmethod
     def views(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """Returns the parts of the buffers that hold rows start .. end - 1 of a slot; they differ between engines."""
+        """Returns views of a slot's rows start .. end - 1; their number and shapes depend on the engine."""
 
     def swap(self, slot: int, other: int) -> None:
         """Exchanges two slots."""
@@ -66,7 +66,7 @@ class Slots(ABC):
         return capacity
 
     def missing_rows(self, wanted: Mapping[int, int]) -> int:
-        """Returns the number of rows that still need memory before slots can hold this many rows each."""
+        """Returns the number of rows that still need memory before each slot can hold wanted[slot] rows."""
         capacity = self.grown(max(wanted.values()))
         # The old buffers stay in memory until they have been copied.
         return 0 if capacity == self.capacity else capacity * self.slots
@@ -84,23 +84,23 @@ class Slots(ABC):
     def lengthen(self, slot: int, length: int) -> None:
         """Adds rows of zeros to a slot as if they held tokens, so that passes after a long text can be timed."""
         self.reserve(length)
-        # Memory that was never written is a single page, which stays in a CPU's cache.
+        # Memory that was never written is one shared page in the CPU's cache, so reads would be too fast.
         for view in self.views(slot, -(-self.lengths[slot] // 16) * 16, length):
             view.zero_()
         self.lengths[slot] = length
 
     def rows(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """Returns copies of a slot's rows start .. end - 1, which `fill` puts into a slot of a cache of this kind.
+        """Returns copies of a slot's rows start .. end - 1, for `fill` of any cache of this kind.
 
-        start: a multiple of 16. A cache with running states also needs `states_after` and `set_states`.
+        start: a multiple of 16. Running states are copied by `states_after` and `set_states` instead.
         """
         return [view.clone() for view in self.views(slot, start, end)]
 
     @torch.inference_mode()
     def fill(self, slot: int, start: int, end: int, rows: Sequence[Tensor]) -> None:
-        """Sets rows start .. end - 1 of a slot, which then ends there.
+        """Sets rows start .. end - 1 of a slot, and its length to `end`.
 
-        Raises ValueError if the rows are another cache's.
+        Raises ValueError if the rows come from a cache of another kind.
         """
         self.reserve(end)
         views = self.views(slot, start, end)
@@ -115,7 +115,7 @@ class Slots(ABC):
         return []
 
     def set_states(self, slot: int, states: Sequence[Tensor]) -> None:
-        """Sets a slot's running states after its rows; raises ValueError if they are another cache's."""
+        """Sets the running states after a slot's rows; raises ValueError if they come from another kind of cache."""
         if states:
             raise ValueError("the states are those of another cache")
 
@@ -154,7 +154,7 @@ class Cache(Slots):
 
     @property
     def both(self) -> Tensor:
-        """Returns keys and values of equal width as one tensor [2, layers, S, KV, C, D], which a GPU writes at once."""
+        """Returns keys and values of equal width as one tensor [2, layers, S, KV, C, D], which one kernel can write."""
         assert self.keys is not None and self.values is not None
         assert self.keys.shape == self.values.shape
         strides = (self.keys.numel(), *self.keys.stride())
@@ -172,7 +172,7 @@ class Cache(Slots):
             keys, values = self._buffers(heads, *widths, self.values, capacity)
             values[..., :used, :] = self.values[..., :used, :]
             keys[..., :used, :] = self.keys[..., :used, :]
-            # Assigned last, so that the cache stays as it was if memory runs out.
+            # The buffers are assigned last, so that the cache stays as it was if memory runs out.
             self.keys = keys
             self.values = values
         self.capacity = capacity
@@ -196,9 +196,10 @@ class Cache(Slots):
         return [buffer[:, slot, :, start:end] for buffer in buffers if buffer is not None]
 
     def compact(self, lengths: Tensor, path: Tensor) -> None:
-        """Moves rows lengths[b] + path[b, i] of the first B slots to lengths[b] + i, without the host; path [B, P].
+        """Moves rows lengths[b] + path[b, i] of the first B slots to lengths[b] + i; path [B, P].
 
-        Rows are gathered before they are written, so overlaps are safe. The cache's own `lengths` stay as they are.
+        Nothing is read on the host. Rows are gathered before they are written, so overlaps are safe.
+        The cache's own `lengths` do not change.
         """
         size, count = path.shape
         part = self.both[:, :, :size].flatten(0, 1)

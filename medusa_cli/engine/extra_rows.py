@@ -15,13 +15,13 @@ from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
 from medusa_cli.model.checks import FAULTS, PROBE, difference, probe_tokens
 from medusa_cli.model.grouped_attention import Attend, cache_name
 
-# Positions whose extra rows attend together; with more of them, more columns would be masked.
+# The number of positions whose extra rows attend together; with more, more columns would be masked.
 CHUNK = 32
 
 
 @dataclass(frozen=True)
 class ExtraRows:
-    """K maps [.., H] -> [.., H]; map k turns a row's state after layers[k] layers into its k-th extra row.
+    """Holds K maps [.., H] -> [.., H]; map k turns a row's state after layers[k] layers into the row's extra row k.
 
     Extra row k (counted from 1) of a row at position p has the position p + k. It sees the columns
     that its row sees, the row's earlier extra rows and itself. Only the row's later extra rows see
@@ -32,7 +32,7 @@ class ExtraRows:
     maps: tuple[Callable[[Tensor], Tensor], ...]
 
     def entering(self, layer: int) -> list[Callable[[Tensor], Tensor]]:
-        """Returns the maps whose rows enter before a layer."""
+        """Returns the maps whose extra rows enter before a layer."""
         return [apply for at, apply in zip(self.layers, self.maps, strict=True) if at == layer]
 
     def step_mask(self, device: torch.device) -> Tensor:
@@ -81,7 +81,7 @@ class ExtraRowStates:
 class Trace:
     """The states [B, L, H] and each layer's keys and values [B, KV, L, D] in a pass over padded sequences.
 
-    states: those before each layer; states[-1] are those after the final norm.
+    states: the states before each layer; states[-1] are those after the final norm.
     """
 
     states: tuple[Tensor, ...]
@@ -160,7 +160,7 @@ def layers_one_by_one(backbone: Backbone) -> Layers:
     """Returns the parts of a network whose layers can run one by one; raises UserError for any other network.
 
     Some networks scale their embeddings outside the layers, or pass more than states to the layers.
-    A pass over a few tokens detects them.
+    A pass over a few tokens detects such networks.
     """
     if backbone not in _ONE_BY_ONE:
         try:
@@ -202,9 +202,9 @@ def _compare_layers(backbone: Backbone, parts: Layers) -> None:
 
 
 def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
-    """Returns the indices [P] of flat rows [P] in size * W, and each sequence's padded positions [size, W].
+    """Returns the places [P] of flat rows [P] among size * W positions, and these padded positions [size, W].
 
-    All of them are on the host.
+    Each sequence has W positions. Both tensors are on the host.
     """
     owner = rows // length
     counts = torch.bincount(owner, minlength=size)
@@ -219,9 +219,9 @@ def _chunk_mask(
 ) -> Tensor:
     """Returns the mask [B, 1, W * steps, end + W * steps] of the extra rows of positions [B, W].
 
-    An extra row sees those of the first `end` real columns up to its source's position, and those of
-    the source's extra rows that step_mask [steps, steps] marks. A dense mask over the extra rows of
-    all positions would be mostly empty.
+    Of the first `end` real columns, an extra row sees those up to its source's position. Of the
+    source's extra rows, it sees those that step_mask [steps, steps] marks. A dense mask over the extra
+    rows of all positions would be mostly empty.
     """
     steps = len(step_mask)
     size, wide = positions.shape
