@@ -1,4 +1,4 @@
-"""Describes a network by its modules, without loading weights: most decoders consist of the same parts."""
+"""Describes a network by its modules, without loading weights, since most decoders consist of the same parts."""
 
 import math
 from collections import defaultdict
@@ -48,7 +48,7 @@ MLP_MATRICES = {
     "up": ("up_proj", "fc1", "c_fc", "w3"),
     "down": ("down_proj", "fc2", "c_proj", "output_linear", "w2"),
 }
-# The names of matrices that hold several of these.
+# The names of matrices that hold several of the above.
 JOINED_ATTENTION = ("qkv_proj",)
 JOINED_MLP = ("gate_up_proj", "input_linear")
 MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
@@ -57,9 +57,9 @@ HEAD_NORMS = {
     "query_norm": ("q_norm", "q_layernorm", "query_layernorm"),
     "key_norm": ("k_norm", "k_layernorm", "key_layernorm"),
 }
-# The norms before the matrices `out` and `down` (BitNet), with their names in attention and in the MLP.
+# The names of BitNet's norms before the matrix `out` in attention and before `down` in the MLP.
 ATTENDED_NORM, INNER_NORM = "attn_sub_norm", "ffn_sub_norm"
-# The names for the additional inputs of layers (Gemma 4's per-layer embeddings).
+# The matrices and the norm for the additional inputs of layers (Gemma 4's per-layer embeddings).
 INPUT_MATRICES = {"input_gate": "per_layer_input_gate", "input_out": "per_layer_projection"}
 INPUT_NORM = "post_per_layer_input_norm"
 # The norms before and after attention and before and after the MLP, with their names by family.
@@ -174,9 +174,10 @@ def describe(network: Any) -> Description:
 
 @dataclass(frozen=True)
 class _LayerParts:
-    """The modules of one layer: rows of linear layers and norms by the library's names, its MLP and experts.
+    """The modules of one layer.
 
-    attention: None in a layer with another mixer.
+    matrices, norms: the library's names, mapped to rows of linear layers and to norms. attention: None
+    in a layer with another mixer.
     """
 
     matrices: dict[str, _Rows]
@@ -189,7 +190,7 @@ class _LayerParts:
 
 @dataclass(frozen=True)
 class _Turning:
-    """The rotation of a layer's queries and keys: whether there is one, and whether it comes before the head norms."""
+    """Tells whether a layer rotates its queries and keys, and whether their norms come after the rotation."""
 
     turns: bool = False
     late_norms: bool = False
@@ -292,7 +293,10 @@ class _Reader:
         return self._turning[alike]
 
     def _heads_of(self, own: _LayerParts, owner: LayerNames | None) -> tuple[int, int]:
-        """Returns a layer's key heads and their width, zeros without attention; raises Unsupported for other sizes."""
+        """Returns the number and width of a layer's key heads, zeros without attention.
+
+        Raises Unsupported for sizes that the library lacks.
+        """
         if own.mixer is not None:
             return 0, 0
         heads = self.config.num_attention_heads
@@ -521,7 +525,7 @@ def _has_value_norm(attention: Any) -> bool:
 
 
 def _clip_of(attention: Any) -> float:
-    """Returns the limit for queries, keys and values, 0 for none; raises Unsupported if it is not positive."""
+    """Returns the limit for queries, keys and values, 0 for none; raises Unsupported if a limit is not positive."""
     clip = getattr(getattr(attention, "config", None), "clip_qkv", None)
     if clip is None:
         return 0.0

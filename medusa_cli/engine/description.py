@@ -1,11 +1,11 @@
-"""A transformers decoder as the native library runs it: the weights of its layers, and their computation."""
+"""The record that describes a transformers decoder to the native library: its weights and its computation."""
 
 from dataclasses import dataclass
 
 from medusa_cli.engine.experts import Part, Routing
 from medusa_cli.native.library import MIXERS
 
-# The library's numbers of the activations that have constants.
+# The library's numbers for the activations that have constants.
 CLAMPED_SWIGLU, XIELU = 3, 4
 # The constants of xIELU that are weights.
 XIELU_VECTORS = ("alpha_p", "alpha_n", "beta")
@@ -15,11 +15,11 @@ XIELU_VECTORS = ("alpha_p", "alpha_n", "beta")
 class LayerNames:
     """The parts of one layer: the library's names, mapped to the names in transformers' network.
 
-    norms: the names are empty for norms without a gain. vectors: all vectors that are not norms. kind: the kind of
-    attention, such as full or sliding. table: the kind of its rotary embeddings, None if it rotates nothing. experts:
-    the number of experts, 0 for a single MLP. kv, dim: the number of key heads and their width, 0 without attention.
-    mixer: the index of its mixer in MIXERS. place: the index in the cache among layers with the same mixer. An
-    attention layer without a key matrix shares the place of another layer.
+    norms: a name is empty if the norm has no gain. vectors: all vectors that are not norms. kind: the kind of
+    attention, such as full or sliding. table: the kind of rotary embeddings, None if the layer rotates nothing.
+    experts: the number of experts, 0 for a single MLP. kv, dim: the number of key heads and their width, 0 without
+    attention. mixer: the index of the layer's mixer in MIXERS. place: the layer's index in the cache among layers with
+    the same mixer. An attention layer without a key matrix shares the place of another layer.
     """
 
     matrices: dict[str, str]
@@ -47,8 +47,9 @@ class Activation:
 class Inputs:
     """The additional inputs of layers: `width` floats per token and layer.
 
-    They are the sum of an embedding, times `embedding_scale`, and a projection of the first states, times `scale` and
-    normalized. The sum is multiplied by `factor`. embedding, projection and norm are names.
+    The inputs are a sum, multiplied by `factor`. Its terms are an embedding, multiplied by `embedding_scale`, and a
+    projection of the states before the first layer, multiplied by `scale` and then normalized. embedding, projection
+    and norm are names.
     """
 
     width: int
@@ -64,11 +65,11 @@ class Inputs:
 class Description:
     """A decoder: its sizes, the names of its parts, and the constants used in computing them.
 
-    parts: matrices that are some rows of a stored weight. norm: the name of the last norm, empty if it has no gain.
-    activation: that of all MLPs. flags: by the library's names. one_more: norms multiply by 1 + w. residual: the factor
-    of the outputs of attention and MLP. cap: the soft cap of attention scores, 0 for none. clip: the limit for queries,
-    keys and values, 0 for none. routing: the choice of experts. window: the window of sliding layers, 0 for none.
-    tables: the kinds of rotary embeddings. inputs: the additional inputs of layers.
+    parts: matrices that are some rows of a stored weight. norm: the name of the final norm, empty if it has no gain.
+    activation: the activation of all MLPs. flags: the library's flags by name. one_more: True if norms multiply by
+    1 + w. residual: the factor of the outputs of attention and MLP. cap: the soft cap of attention scores, 0 for none.
+    clip: the limit for queries, keys and values, 0 for none. routing: the choice of experts. window: the window of
+    sliding layers, 0 for none. tables: the kinds of rotary embeddings. inputs: the additional inputs of layers.
     """
 
     sizes: dict[str, int]

@@ -22,7 +22,7 @@ from medusa_cli.files.paths import home
 from medusa_cli.model.backbone import LazyNetwork, text_config, usable_positions
 from medusa_cli.native.library import LIBRARY, instruction_set
 
-# Rotary tables are kept for this many positions; the network is built for a longer text.
+# Rotary tables are kept for this many positions; for longer texts, the network is built.
 POSITIONS = 4096
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class CachedDescription:
     def rotary(self, lazy: LazyNetwork, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines [1, n, D] for the first n positions [1, n] and layers of a kind.
 
-        lazy: the network, which is built only for more positions than the tables have.
+        lazy: the network, which is built only if there are more positions than the tables have.
         """
         count = positions.shape[1]
         cos, sin = self.tables[kind]
@@ -67,7 +67,7 @@ def describe_once(model: ModelSource, lazy: LazyNetwork) -> CachedDescription:
 def _verify(lazy: LazyNetwork) -> CachedDescription:
     description = verified(lazy.network)
     rotary = rotary_of(lazy.network)
-    # Some tables change with the length of the text beyond the model's context.
+    # Beyond the model's context, some tables change with the length of the text.
     positions = torch.arange(min(POSITIONS, usable_positions(text_config(lazy.config))))[None]
     tables = {}
     for kind in description.tables:
@@ -79,7 +79,7 @@ def _verify(lazy: LazyNetwork) -> CachedDescription:
 def _stamp(model: ModelSource) -> str:
     """Returns a digest of everything that a description depends on.
 
-    This covers the model's files, the engines' code, transformers, the library and the CPU.
+    The digest covers the model's files, the engines' code, transformers, the library and the CPU.
     """
     package = Path(__file__).parent.parent
     rooms = (package / room for room in ("engine", "model", "native", "files"))

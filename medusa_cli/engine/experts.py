@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from medusa_cli.model.backbone import Unsupported
 
 ROUTER_NAMES = ("gate", "router")
-# Name of the bias that a router adds to the scores only to choose experts.
+# The name of the bias that a router adds to its scores for the choice of experts only.
 BIAS = "e_score_correction_bias"
-# Number of random rows that probe a router.
+# The number of random rows with which a router is probed.
 ROWS = 7
 
 
@@ -135,7 +135,7 @@ def experts_of(mlp: Any, name: str) -> Experts:
 def _are_stacked(gate_up: Any, down: Any, transposed: bool) -> bool:
     """Returns True if the matrices are [experts, 2 * inner, hidden] and [experts, hidden, inner].
 
-    transposed: the last two dimensions are swapped.
+    transposed: True if the last two dimensions are swapped.
     """
     if gate_up is None or down is None or gate_up.dim() != 3 or down.dim() != 3:
         return False
@@ -147,9 +147,9 @@ def _are_stacked(gate_up: Any, down: Any, transposed: bool) -> bool:
 def _part_of(
     module: Any, name: str, weight: str, every: int, first: int, end: int, step: int = 1
 ) -> Part:
-    """Returns the part of experts' weight that is given rows of each expert's matrix.
+    """Returns the part of a weight of all experts that holds rows first .. end - 1 of each expert's matrix.
 
-    name: that of the experts' module. every: the number of outputs of an expert's matrix.
+    name: the name of the experts' module. every: the number of outputs of an expert's matrix.
     """
     bias = f"{weight}_bias"
     return Part(
