@@ -27,13 +27,14 @@ from medusa_cli.model.backbone import (
 from medusa_cli.model.checks import FAULTS, PROBE, difference, probe_tokens
 from medusa_cli.model.grouped_attention import NAME, cache_name
 
-# The maximum number of bytes for the states after each node of one sequence's tree; larger trees
-# are cut.
+# The maximum number of bytes that the states after all nodes of one sequence's tree take; larger
+# trees are cut.
 NODE_STATES = 1 << 29
 # The allowed relative difference of logits, in fp32 and in 16 bits.
 TOLERANCE = 1e-3
 TOLERANCE_16 = 0.25
-# The same for running states: rounding causes 1e-5, and a different formula more than this.
+# The allowed difference of logits due to running states: rounding causes 1e-5, a different formula
+# more than this.
 STATE_TOLERANCE = 1e-4
 STATE_TOLERANCE_16 = 0.05
 
@@ -51,7 +52,7 @@ class EagerEngine(LayoutEngine):
         self.stateful = stateful_modules(backbone.text_model)
         self.weight_bytes = _bytes_read(backbone)
         self.head = backbone.model.get_output_embeddings()
-        # These values hold until `check` has run.
+        # `check` determines the final values.
         self._by_token = bool(self.stateful)
         self._decoded_states = not self.stateful
         self._state_bytes = 0  # of one sequence
@@ -127,7 +128,7 @@ class EagerEngine(LayoutEngine):
         return exact if self.dtype == torch.float32 else sixteen
 
     def _decoded(self, tokens: Tensor) -> Tensor:
-        """Returns the logits [n, V] for tokens [n] as in transformers' `generate`: two tokens, then one by one."""
+        """Returns the logits [n, V] for tokens [n], run as in transformers' `generate`: two, then one at a time."""
         text = self.backbone.text_model
         cache = DynamicCache(config=self.backbone.config)
         states = []
@@ -137,13 +138,13 @@ class EagerEngine(LayoutEngine):
             states.append(
                 text(input_ids=tokens[place][None], use_cache=True, **places).last_hidden_state[0]
             )
-        # The next pass overwrites their buffer.
+        # The next pass overwrites the buffer of the logits.
         return self.logits(torch.cat(states).to(self.dtype)).clone()
 
     def _learn_states(self, tokens: Tensor, own: Tensor, decoded: Tensor) -> None:
         """Determines how the layers' states can be used, from the logits of one pass and of decoding.
 
-        Some layers restart their state if more than one token follows (Jamba's in transformers
+        Some layers restart their state if several tokens continue a sequence (Jamba's in transformers
         5.24). Others use different formulas for decoding and for prompts (Nemotron-H's).
         """
         allowed = self._allowed(STATE_TOLERANCE, STATE_TOLERANCE_16)
@@ -186,7 +187,7 @@ class EagerEngine(LayoutEngine):
         return places
 
     def _layer_by_layer(self, tokens: Tensor, layout: Layout, cache: LayerCache) -> Tensor:
-        """Runs the layers one by one and returns the final states [B, R, H]; extra rows enter on the way."""
+        """Runs the layers one by one, with the extra rows that enter between them; returns final states [B, R, H]."""
         backbone = self.backbone
         extra_rows = layout.extra_rows
         assert extra_rows is not None

@@ -20,7 +20,7 @@ from medusa_cli.model.masks import Masks
 
 # Rows per prefill pass: enough for full matmul speed, but few enough for a small mask.
 PREFILL_ROWS = 512
-# The same on a GPU: fewer rows would leave it idle, and the first piece needs no mask.
+# Rows per prefill pass on a GPU: fewer would leave the GPU idle, and the first piece needs no mask.
 GPU_PREFILL_ROWS = 2048
 # Logits of up to this many rows in fp32 share a buffer that every step reuses.
 SCRATCH_ROWS = 256
@@ -29,8 +29,8 @@ SCRATCH_ROWS = 256
 class Engine(ABC):
     """Runs a backbone's forward passes.
 
-    dtype: the number type of its states. head: the lm_head in that type. weight_bytes: bytes of weights that a step
-    over a small number of rows reads. On a CPU, the next pass may overwrite the logits of the previous pass.
+    dtype: the number type of the states. head: the lm_head in that type. weight_bytes: the bytes of weights that a step
+    over a few rows reads. On a CPU, the next pass may overwrite the logits of the previous pass.
     """
 
     name: ClassVar[str]
@@ -39,10 +39,10 @@ class Engine(ABC):
     weight_bytes: int
     # The type to which the engine has quantized the weights: int8, int4 or None.
     quantize: str | None = None
-    # True if a row has the same bits alone, in a tree and in a batch. Greedy output with drafts then
-    # equals that of plain decoding in every number type.
+    # True if a row has the same bits by itself, in a tree and in a batch. Greedy output with drafts
+    # then equals that of plain decoding in every number type.
     row_invariant = False
-    # True if a row also has the same bits in a prompt, in pieces of any size.
+    # True if a row also has the same bits in a prompt that runs in pieces of any size.
     prompt_invariant = False
     # The maximum depth of a tree.
     tree_depth = sys.maxsize
@@ -94,14 +94,14 @@ class Engine(ABC):
         return 0
 
     def states(self, tokens: Tensor, taps: Sequence[int]) -> Tensor:
-        """Returns the hidden states [B, n, H * taps] of right-padded texts [B, n], which run side by side."""
+        """Returns the hidden states [B, n, H * taps] of right-padded texts [B, n], which run as one batch."""
         cache = self.new_cache(*tokens.shape)
         plan = Plan(tokens, taps=tuple(taps), logits="none")
         return self.forward(plan, cache).hidden
 
     @torch.no_grad()
     def final_gain(self) -> Tensor | None:
-        """Returns the gain [H] of the network's final norm; None if it has no such norm."""
+        """Returns the gain [H] of the network's final norm; None if the network has no final norm."""
         norm = getattr(self.backbone.text_model, "norm", None)
         if norm is None:
             return None
@@ -173,7 +173,7 @@ class LayoutEngine(Engine):
     masks: Masks
     # True if steps are captured as CUDA graphs; None if that has not been tried yet.
     captures: bool | None = False
-    # The exact path of steps (an ExactPath), which makes the engine row-invariant, if it has one.
+    # The exact path of steps (an ExactPath), if the engine has one; it makes the engine row-invariant.
     exact: Any = None
     # The modules that keep a running state, which the padding of a prompt would change.
     stateful: Sequence[Any] = ()

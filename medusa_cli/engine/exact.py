@@ -1,7 +1,7 @@
-"""The exact path of the torch engine on a GPU: greedy answers with drafts are those of plain decoding, bit for bit.
+"""The exact path of the torch engine on a GPU, on which greedy answers with drafts equal those of plain decoding.
 
-Its kernels give a row the same bits alone, in a tree and in a batch. Prompts run on the ordinary path, which is the
-same with drafts and without.
+Its kernels give a row the same bits by itself, in a tree and in a batch. Prompts run on the ordinary path, with drafts
+and without.
 """
 
 from types import ModuleType
@@ -18,18 +18,18 @@ from medusa_cli.engine.torch_layers import TOLERANCE, Joined, TorchEngine, Torch
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.model.backbone import Unsupported
 
-# For the probe: tokens before the tree, as many as reach into a second chunk, its nodes, and leaves whose paths are
-# decoded one by one, too.
+# For the probe: the number of tokens before the tree, which reach into a second chunk; the number of nodes; and leaves
+# whose paths are also decoded node by node.
 BEFORE = 600
 NODES = 64
 LEAVES = (63, 38)
 
 
 class ExactPath:
-    """Runs a torch engine's layers by kernels whose rows do not depend on one another.
+    """Runs a torch engine's layers with kernels that compute each row independently of the others.
 
-    kernels: the module `kernels`, or its twin `plain_kernels`. Raises Unsupported for an activation or a head that they
-    lack.
+    kernels: the module `kernels`, or its twin `plain_kernels`. Raises Unsupported if the kernels lack the activation or
+    a kind of linear layer.
     """
 
     def __init__(self, engine: TorchEngine, kernels: ModuleType) -> None:
@@ -51,9 +51,9 @@ class ExactPath:
         reach: Reach,
         taps: tuple[int, ...],
     ) -> dict[int, Tensor]:
-        """Returns the states [R, H] after the layers `taps`, and by -1 those after the final norm.
+        """Returns the states [R, H] after each of the layers `taps` and, under -1, those after the final norm.
 
-        x [R, H]: the embeddings. cached [2, layers, B, KV, C, D]: keys and values. cos, sin: by rotary table.
+        x [R, H]: the embeddings. cached [2, layers, B, KV, C, D]: keys and values. cos, sin: one per rotary table.
         """
         kernels = self._kernels
         engine = self._engine
@@ -86,7 +86,7 @@ class ExactPath:
     def _add(
         self, x: Tensor, joined: Any, y: Tensor, after: Any, norm: Any
     ) -> tuple[Tensor, Tensor]:
-        """Adds a linear layer's output for y to the states x; returns these, and their norm."""
+        """Adds a linear layer's output for y to the states x; returns the sums, and the sums normalized."""
         parts = self._sums(y, joined)
         own = () if after is None else (after.gain, after.eps)
         added: tuple[Tensor, Tensor] = self._kernels.add_norm(
@@ -124,7 +124,7 @@ def _gains_of(layer: TorchLayer) -> Tensor | None:
 
 
 def _activation_of(activation: Any, dtype: torch.dtype) -> str:
-    """Returns the name of an activation among those that kernels know."""
+    """Returns the kernels' name for an activation; raises Unsupported if they lack it."""
     probe = torch.linspace(-4, 4, 33)
     expected = activation(probe)
     for name, known in plain_kernels.ACTIVATIONS.items():
@@ -157,7 +157,10 @@ def use_exact_path(engine: TorchEngine) -> None:
 
 @torch.inference_mode()
 def difference(engine: TorchEngine) -> str | None:
-    """Returns how an engine's exact path fails: by states unlike the ordinary path's, or bits that depend on rows."""
+    """Returns the fault of an engine's exact path; None if there is none.
+
+    Its states must be the ordinary path's, up to rounding. The bits of a row must not depend on other rows.
+    """
     vocabulary = engine.backbone.vocab_size
     before = min(BEFORE, engine.backbone.max_positions - LAG)
     nodes = torch.arange(NODES)
