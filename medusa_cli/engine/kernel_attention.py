@@ -1,4 +1,4 @@
-"""Attention of the exact path in two Triton kernels, whose parts depend on a row's position only; see `reach`."""
+"""Attention of the exact path in two Triton kernels, which split columns by a row's position only; see `reach`."""
 
 # mypy: disable-error-code="misc, no-untyped-def, no-untyped-call"
 
@@ -13,13 +13,13 @@ from medusa_cli.engine.reach import CHUNK, NEAR, Reach
 ROWS = 64
 COLUMNS = 32
 SMALLEST = 16
-# Options that decide bits, and whose defaults change between versions of Triton.
+# Options that decide the bits of results, and whose defaults differ between versions of Triton.
 PINNED = {"enable_fp_fusion": True}
 
 
 @triton.jit
 def scored(product, scale, CAP: tl.constexpr):
-    """Returns the scores of queries and keys, softly capped if CAP is not 0."""
+    """Returns the scores of queries and keys, with a soft cap if CAP is not 0."""
     score = product * scale
     if CAP > 0:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1)
@@ -50,7 +50,7 @@ def far_kernel(
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Attends from a tile of rows, with the query heads of one key head, to one chunk of columns below their limits.
+    """Attends from a tile of rows to one chunk of columns below the rows' limits, for one key head's query heads.
 
     Columns that a row does not see add exact zeros, whatever the other rows of the tile see.
     """
@@ -130,9 +130,9 @@ def near_kernel(
     BM: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Attends from one row, with the query heads of one key head, to its last columns in the order of the text.
+    """Attends from one row to its last columns in the order of the text, for the query heads of one key head.
 
-    Then it adds the chunks of the other columns in order.
+    Then the results of `far_kernel` for the earlier chunks are added in order.
     """
     GROUPS: tl.constexpr = HEADS // KV
     r = tl.program_id(0)
@@ -186,14 +186,15 @@ def attend(
     scale: float,
     cap: float = 0.0,
 ) -> Tensor:
-    """Returns the attention [R, heads * D] from queries [R, heads, D] to a cache [B, KV, C, D], which holds their rows.
+    """Returns the attention [R, heads * D] from queries [R, heads, D] to a cache [B, KV, C, D].
 
-    kind: that of the layer, which decides how far back its rows see. cap: the soft cap of the scores, 0 for none.
+    The cache already holds the keys and values of the queries' rows. kind: the kind of layer, which decides how far
+    back a row sees. cap: the soft cap of the scores, 0 for none.
     """
     rows, heads, dim = query.shape
     size, kv, capacity, _ = keys.shape
     chunks = triton.cdiv(capacity, CHUNK)
-    # Each begins where new memory does: of another address, Triton would make another binary.
+    # Each tensor is allocated by itself, at an aligned address: for others, Triton makes other binaries.
     partial, top, total = (
         torch.empty(rows * heads, chunks, width, dtype=torch.float32, device=query.device)
         for width in (dim, 1, 1)

@@ -1,8 +1,8 @@
-"""Triton kernels of the exact path on a GPU; each has its twin of the same name in `plain_kernels`.
+"""Triton kernels of the exact path on a GPU; each has a twin of the same name in `plain_kernels`.
 
-A row's bits do not depend on the other rows of a pass: one binary serves all numbers of rows, and the slices of
-K and the chunks of columns never depend on that number. Integers that differ from pass to pass are therefore not
-specialized. Sizes of the model are constants.
+A row's bits do not depend on the other rows of a pass. One binary serves all numbers of rows, so Triton must not
+specialize it for integers that differ from pass to pass. The slices of K and the chunks of columns do not depend on
+the number of rows. Sizes of the model are constants.
 """
 
 # mypy: disable-error-code="misc, no-untyped-def, no-untyped-call"
@@ -18,7 +18,7 @@ from medusa_cli.engine.tile_kernels import tile_matmul
 
 __all__ = ["add_norm", "attend", "gate", "matmul", "rotate_write", "tile_matmul"]
 
-# The tile in rows and K. One row computes a whole tile, as 64 do.
+# The size of a tile in rows and in K. A single row takes a whole tile, as 64 rows do.
 ROWS = 64
 DEPTH = 64
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -41,7 +41,7 @@ def matmul_kernel(
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     s = tl.program_id(2)
-    # Weights beyond the last column are those of the last one, and are not stored.
+    # Columns beyond the last one read its weights, and their sums are not stored.
     row_of_weight = tl.minimum(n, N - 1)
     inside = (m < rows)[:, None]
     total = tl.zeros((BM, BN), dtype=tl.float32)
@@ -89,7 +89,7 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 @triton.jit
 def sum_slices(parts, bias, rows, r, place, inside, WIDE: tl.constexpr, S: tl.constexpr):
-    """Adds the slices of a row in order, and a bias if there is one."""
+    """Returns the sum of a row's slices, added in order, plus a bias if there is one."""
     total = tl.load(parts + r * WIDE + place, mask=inside, other=0.0)
     for s in tl.static_range(1, S):
         total += tl.load(parts + (s * rows + r) * WIDE + place, mask=inside, other=0.0)
@@ -121,7 +121,7 @@ def add_norm_kernel(
     S: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """Adds a matmul's sums to one row, after a norm of their own if there is one, and norms the row."""
+    """Adds a matmul's sums, normalized if `after` is given, to one row; stores the row, and the normalized row."""
     r = tl.program_id(0)
     h = tl.arange(0, BH)
     inside = h < H
@@ -145,10 +145,10 @@ def add_norm(
     after: Tensor | None = None,
     eps_after: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Returns x + a matmul's sums [R, H], and that state divided by its root mean square, times gain [H].
+    """Returns the states x plus a matmul's sums [R, H], and these states divided by their root mean square, times gain.
 
-    parts [S, R, H]: the sums; None adds nothing. bias [H]: is added to them. after [H]: the gain of a norm that they
-    pass first.
+    gain [H]. parts [S, R, H]: the sums over slices; None adds nothing. bias [H]: is added to the sums. after [H]: the
+    gain of a norm that is applied to the sums first.
     """
     rows, width = x.shape
     out = x if parts is None else torch.empty_like(x)
@@ -194,7 +194,7 @@ def rotate_write_kernel(
     S: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Norms and rotates one head of one row; queries leave, keys and values go to their column of the cache."""
+    """Stores one head of one row, a query in `query`, others in the cache; queries and keys are normed and rotated."""
     r = tl.program_id(0)
     head = tl.program_id(1)
     d = tl.arange(0, BD)
@@ -206,7 +206,7 @@ def rotate_write_kernel(
     if head < HEADS + KV:
         y = sum_slices(parts, bias, rows, r, head * D + other, inside, WIDE, S)
         if gains is not None:
-            # The keys' gain follows that of the queries.
+            # The gain of keys follows the gain of queries.
             gain = gains + (head // HEADS) * D
             scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
             x = x * scale * tl.load(gain + d, mask=inside, other=0.0).to(tl.float32)
@@ -237,10 +237,10 @@ def rotate_write(
     values: Tensor,
     reach: Reach,
 ) -> Tensor:
-    """Writes keys and values to a cache [B, KV, C, D]; returns the queries [R, heads, D], both rotated.
+    """Writes rotated keys, and values, to a cache [B, KV, C, D]; returns the rotated queries [R, heads, D].
 
-    parts [S, R, (heads + 2 KV) * D]: the sums of their matmul; bias: is added to them. gains [2, D]: those of the norms
-    of queries and keys, if they have any. cos, sin [R, 1, D]; the first half of the sines is negated.
+    parts [S, R, (heads + 2 KV) * D]: a matmul's sums over slices. bias: is added to the sums. gains [2, D]: the gains
+    of the norms of queries and keys, if there are any. cos, sin [R, 1, D]; the first half of the sines is negated.
     """
     slices, rows, width = parts.shape
     _, kv, capacity, dim = keys.shape
