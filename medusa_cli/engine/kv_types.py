@@ -1,4 +1,4 @@
-"""The number types of keys and values in the native engine's cache (`--kv`): their formats, sizes and numbers."""
+"""The number types of the native engine's keys and values (`--kv`), which kv_cache.h writes: formats and sizes."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from medusa_cli.engine.shapes import padded
 from medusa_cli.native import Format
 from medusa_cli.native.library import TILE, UNIT
 
-# The formats in the library, and the types of the buffers.
+# The library's format and the type of the buffers for each number type.
 KV_TYPES = {
     "fp32": (Format.F32, torch.float32),
     "fp16": (Format.F16, torch.float16),
@@ -19,15 +19,15 @@ BLOCK = SCALE + UNIT
 
 
 def head_bytes(format: Format, dim: int) -> tuple[int, int]:
-    """Returns the bytes of a head's key and value, padded to whole blocks; the value is also padded to 16 numbers."""
+    """Returns the bytes of a head's key and value, both padded to whole blocks; values are also padded to tiles."""
     key = padded(dim, format.block)
     return format.row_bytes(key), format.row_bytes(padded(key, TILE))
 
 
 def rows_of_floats(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns keys [KV, tiles, D, 16] and values [KV, C, D] of any type in fp32, as rows [KV, .., D].
+    """Returns keys [KV, tiles, D, 16] and values [KV, C, D] of any type as fp32 rows [KV, .., D].
 
-    Q8_0 is described in formats.h; its D are the bytes of a head.
+    For the format Q8_0, see formats.h; D then counts the bytes of a head.
     """
     if keys.dtype != torch.uint8:
         return keys.transpose(2, 3).flatten(1, 2).float(), values.float()

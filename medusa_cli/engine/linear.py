@@ -1,4 +1,4 @@
-"""Linear layers of drafters for inference: 4-bit weights in the native library on a CPU, unchanged elsewhere."""
+"""Linear layers of drafters for inference: packed to 4 bits for the native library on a CPU, unchanged elsewhere."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -56,14 +56,14 @@ def packed_linear(
 def packed_parts(
     parts: Iterable[tuple[Tensor, Tensor | None]], pack: Pack | None = None
 ) -> nn.Module:
-    """Returns a packed linear layer whose weight [N, K] and bias, if it has one, come in parts of N."""
+    """Returns a packed linear layer, given its weight [N, K] and optional bias in parts of N."""
     return NativeLinear(packed_matrix(parts, pack))
 
 
 def packed_matrix(
     parts: Iterable[tuple[Tensor, Tensor | None]], pack: Pack | None
 ) -> native.PackedMatrix:
-    """Returns a matrix for drafting whose weight and bias come in parts; see `packed_copy` for `pack`."""
+    """Returns a packed matrix for drafting, given its weight and bias in parts; see `packed_copy` for `pack`."""
     return (pack or native.drafting_matrix)(
         (weight.detach().float().numpy(), None if bias is None else bias.float().numpy())
         for weight, bias in parts
@@ -71,9 +71,9 @@ def packed_matrix(
 
 
 def packed_copy(module: nn.Module, pack: Pack | None = None) -> nn.Module:
-    """Returns a copy of a module whose parts are packed; for inference only.
+    """Returns a copy of a module with packed parts, for inference only.
 
-    pack: packs each matrix, or returns what was packed at an earlier start.
+    pack: packs each matrix, or returns the matrix that an earlier start packed.
     """
     if type(module) is nn.Linear:
         return packed_linear(module.weight, module.bias, pack)

@@ -73,8 +73,8 @@ def load_backbone(
     own layers. "auto" selects the first of these that can run the model. adapter: a folder from stage 2. It is merged
     into the weights or, if bitsandbytes quantized them, kept as separate layers. chat: the model must have a chat
     template. drafter: the folder of a drafter, whose memory is counted in addition to the model's. The other arguments
-    are those of `load_network`. Raises UserError if anything is missing or unusable or a GPU's memory does not suffice,
-    and in a process forked from one that has loaded a model.
+    are those of `load_network`. Raises UserError if anything is missing or unusable, if a GPU's memory does not
+    suffice, and in a process that was forked after a model was loaded.
     """
     check_fork()
     if isinstance(model, str):
@@ -105,7 +105,7 @@ def load_without_layers(
 ) -> Backbone:
     """Loads a model's embeddings, final norm, lm_head and tokenizer, for training on stored states.
 
-    Raises UsageError for a model without safetensors files, or with another structure.
+    Raises UsageError if the model has no safetensors files or no final norm, or if one of these parts has buffers.
     """
     model = ModelSource.of(name)
     lazy = lazy_network(model)
@@ -154,13 +154,13 @@ class _Inputs:
 
     @property
     def int8_rows(self) -> bool:
-        """Returns True if rows are rounded to 8 bits before they are multiplied by quantized weights."""
+        """Returns True if activations are rounded to 8 bits before they are multiplied by quantized weights."""
         kind = self.options.activations
         return kind == "int8" or (kind == "auto" and self.options.dtype != "fp32")
 
     @property
     def has_tiles(self) -> bool:
-        """Returns True if the model has quantized weights that the native engine would pack, or will have them."""
+        """Returns True if packed weights would be quantized: by the options, or already in the model's GGUF file."""
         if self.options.quantize not in (None, "none"):
             return self.integer is not None
         floats = {format.name for format in Format if format.is_float}
@@ -169,7 +169,7 @@ class _Inputs:
 
 
 def _load_on_cpu(inputs: _Inputs, required: bool) -> Backbone:
-    """Loads a backbone on the native engine if it can run the model, else on the eager one."""
+    """Loads a backbone on the native engine if this engine can run the model, else on the eager engine."""
     if not inputs.options.quantized:
         try:
             return _load_native(inputs)
@@ -181,7 +181,7 @@ def _load_on_cpu(inputs: _Inputs, required: bool) -> Backbone:
 def _load_on_gpu(
     inputs: _Inputs, device: torch.device, drafter: Path | None, required: bool
 ) -> Backbone:
-    """Loads a backbone on the torch engine if it can run the model, else on the eager one."""
+    """Loads a backbone on the torch engine if this engine can run the model, else on the eager engine."""
     options = inputs.options
     if inputs.has_tiles:
         try:
@@ -208,7 +208,7 @@ def _load_eager(inputs: _Inputs, shard: bool = False) -> Backbone:
 
 
 def _load_transformers(inputs: _Inputs, shard: bool = False) -> Backbone:
-    """Loads a backbone with transformers' network in memory, and the adapter, if any, in it; it has no engine yet."""
+    """Loads a backbone with transformers' network, which contains the adapter, if any, but without an engine."""
     model, options, adapter = inputs.model, inputs.options, inputs.adapter
     network, tokenizer = load_network(
         model, options, shard=shard, chat_template=inputs.chat_template
@@ -227,7 +227,7 @@ def _load_transformers(inputs: _Inputs, shard: bool = False) -> Backbone:
 def _fall_back(
     inputs: _Inputs, reason: Unsupported, required: bool, instead: str = "on the eager engine"
 ) -> None:
-    """Logs which engine a model uses instead; raises UsageError if the options require an engine that cannot run it."""
+    """Logs how a model runs instead; raises UsageError if the options require the engine that cannot run the model."""
     name, options = inputs.model.name, inputs.options
     if required:
         fault = f"{_flag(options)} cannot run the model {name!r}: {reason}"
@@ -269,7 +269,7 @@ class _Loaded:
 
 
 def _load_native(inputs: _Inputs) -> Backbone:
-    """Loads a backbone on the native engine; raises Unsupported for a model that it cannot run."""
+    """Loads a backbone on the native engine; raises Unsupported for a model that this engine cannot run."""
     loaded = _pack(inputs, inputs.int8_rows)
     context = usable_positions(text_config(loaded.network.config))
     with _forgetting_refused(loaded.packed):
@@ -312,7 +312,7 @@ def _load_tiles(inputs: _Inputs, device: torch.device) -> Backbone:
 
 
 def _backbone_of(inputs: _Inputs, loaded: _Loaded, network: Any, **parts: Any) -> Backbone:
-    """Returns a backbone with packed weights, which has no engine yet."""
+    """Returns a backbone with packed weights and without an engine."""
     return Backbone(
         network,
         loaded.tokenizer,
@@ -324,7 +324,7 @@ def _backbone_of(inputs: _Inputs, loaded: _Loaded, network: Any, **parts: Any) -
 
 
 def _pack(inputs: _Inputs, int8_rows: bool) -> _Loaded:
-    """Packs a model's weights, from its files if these can be packed unchanged."""
+    """Packs a model's weights: from its files if these can be packed unchanged, else from transformers' network."""
     if (reason := why_unavailable()) is not None:
         raise Unsupported(reason)
     model, dtype = inputs.model, inputs.options.dtype
@@ -347,12 +347,12 @@ def _forgetting_refused(packed: Packed) -> Iterator[None]:
 
 
 def _from_files(inputs: _Inputs, int8_rows: bool) -> _Loaded | None:
-    """Packs a model's files unchanged; returns None if there are none or if only transformers can read them."""
+    """Packs a model's files unchanged; returns None if it has no files or only transformers can read them."""
     model = inputs.model
     if not model.weights:
         return None
     lazy = lazy_network(model)
-    # Quantized weights may have the usual names, although a plain network has other layers.
+    # Quantized weights may have the names of plain weights, although they need other layers.
     settings = getattr(lazy.config, "quantization_config", None)
     is_mxfp4 = isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
     if settings is not None and not is_mxfp4:
@@ -382,7 +382,7 @@ def _dtype_in_memory(inputs: _Inputs) -> str:
     """Returns the number type in which a network is loaded before packing.
 
     It is the checkpoint's type unless the options request another one. fp32 counts as a request only
-    with an adapter: its sums with the weights are rounded to the type in which they are stored.
+    with an adapter, because the sums of weights and adapter are rounded to the type that stores them.
     """
     dtype = inputs.options.dtype
     if dtype != "auto" and not (dtype == "fp32" and inputs.adapter is None):

@@ -1,4 +1,4 @@
-"""The memory that a model needs on a GPU, by the headers of its files, before any weight is read."""
+"""The memory that a model needs on a GPU, computed from the headers of its files before any weight is read."""
 
 import logging
 import math
@@ -17,12 +17,12 @@ from medusa_cli.model.load import read_config, resolve_dtype
 from medusa_cli.native import Format
 from medusa_cli.runs.load_options import INTEGER, LoadOptions
 
-# Tokens in the cache, rows of a prompt's pass, and nodes of a step.
+# The assumed numbers of tokens in the cache, rows of a prompt's pass, and nodes of a step.
 TOKENS = 2048
 PROMPT = 2048
 NODES = 64
-# Bytes per weight, with scales: bitsandbytes' nf4 has one in fp32 for 64 numbers, and Q8_0 and Q4_1
-# have scales for 32.
+# Bytes per weight, including scales: bitsandbytes' nf4 has an fp32 scale for 64 numbers, and Q8_0 and
+# Q4_1 have scales for 32 numbers.
 BYTES = {"bnb.int8": 1.0, "bnb.nf4": 0.5625, "int8": 34 / 32, "int4": 20 / 32}
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Memory:
 
     @property
     def text(self) -> str:
-        """Returns the parts in one line."""
+        """Returns the total and its parts as one line of text."""
         drafter = f", drafter {self.drafter / 1e9:.2f}" if self.drafter else ""
         return (
             f"{self.total / 1e9:.2f} GB (weights {self.weights / 1e9:.2f}, cache of {self.tokens:,} tokens "
@@ -65,7 +65,7 @@ def memory_of(
     tokens = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     inner = max(inner) if isinstance(inner, list) else inner
-    # A layer's states and the outputs of its two wide matrices; logits, also in fp32, of a tree's nodes.
+    # Passes need a layer's states, the outputs of its two wide matrices, and a tree's logits, also in fp32.
     states = PROMPT * (4 * config.hidden_size + 3 * inner) * dtype.itemsize
     logits = NODES * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)
     files = [] if drafter is None else [*drafter.glob("*.safetensors")]
@@ -81,10 +81,10 @@ def memory_of(
 def _weights(
     model: ModelSource, options: LoadOptions, config: Any, table: int, itemsize: int
 ) -> int | None:
-    """Returns the bytes of a model's weights. table: the numbers of its embeddings, which are never quantized."""
+    """Returns the bytes of a model's weights; table: the number of embedding weights, which are never quantized."""
     if model.weights_in_gguf and options.quantize not in BYTES and options.engine != "eager":
-        # Tiles have the bytes of the file, within 3 %. Embeddings are dequantized, and may also be
-        # the lm_head.
+        # Tiles take as many bytes as the file's tensors, within 3 %. Embeddings are dequantized, and
+        # their tensor may also be the lm_head's.
         tensors = model.header.tensors
         sizes = {name: _stored(tensor, itemsize) for name, tensor in tensors.items()}
         embedding = sizes.get("token_embd.weight", 0) if "output.weight" in tensors else 0
@@ -101,7 +101,7 @@ def _weights(
         return numbers * itemsize
     tied = bool(getattr(config, "tie_word_embeddings", False))
     layers = numbers - (1 if tied else 2) * table
-    # The lm_head also has 8 bits with int4; bitsandbytes does not change it.
+    # With int4, too, the lm_head has 8 bits; bitsandbytes does not quantize it.
     head = table * BYTES["int8"] if options.quantize in INTEGER else (1 - tied) * table * itemsize
     return int(layers * BYTES[options.quantize] + head) + table * itemsize
 
@@ -114,7 +114,7 @@ def _stored(tensor: Tensor, itemsize: int) -> int:
 
 
 def _numbers_of(config: Any) -> int:
-    """Returns the number of weights of a network for a config."""
+    """Returns the number of weights of a config's network."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
