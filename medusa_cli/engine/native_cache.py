@@ -23,8 +23,8 @@ DELTA_STATES = (0, "recurrent", 0)
 class NativeCache(StateCache):
     """Keys, values and running states in the library's layout; see Cache in structures.def.
 
-    inputs: the inputs of short convolutions, which are truncated as keys are. states: the states of
-    delta nets. pending: the data of a tree's rows from which `keep` updates these states.
+    inputs: the inputs of short convolutions, which are truncated like keys. states: the states of
+    delta nets. pending: the data of a tree's rows from which `keep` updates the states.
     """
 
     lazy = True
@@ -47,13 +47,13 @@ class NativeCache(StateCache):
         if self._delta_layers:
             self.states[DELTA_STATES] = torch.zeros(slots, self._delta_layers, model.delta_state)
         self.keys, self.values, self.inputs = self._zeros(self.capacity)
-        # The position of each slot's keys, values and inputs.
+        # The index of each slot's keys, values and inputs in the buffers.
         self._parts = np.arange(slots, dtype=np.int64)
         # The number of rows of each slot that have been written since the buffers were allocated.
         self._written = [0] * slots
 
     def _zeros(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns new keys, values and inputs of short convolutions."""
+        """Returns zeros for keys, values, and inputs of short convolutions."""
         description = self.model.description
         keys, values = (
             lazy_zeros(
@@ -93,7 +93,7 @@ class NativeCache(StateCache):
     def at(self, place: int, slot: int) -> tuple[Tensor, Tensor]:
         """Returns a slot's keys [KV, C / 16, D, 16] and values [KV, C, D padded to 16] at a place.
 
-        Those in q8_0 are bytes, D being the bytes of a head.
+        In q8_0, both are bytes, and D is the number of bytes of a head.
         """
         kv, dim = self.shapes[place]
         key, value = (size // self.dtype.itemsize for size in head_bytes(self.format, dim))
@@ -114,7 +114,7 @@ class NativeCache(StateCache):
         return keys[:, :length, :dim], values[..., :dim]
 
     def views(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """Returns each place's keys and values, the keys of whole tiles, and the inputs of short convolutions."""
+        """Returns the keys (of whole tiles) and the values of each place, then the inputs of short convolutions."""
         views = list[Tensor]()
         for place in range(self.layers):
             keys, values = self.at(place, slot)
@@ -129,7 +129,7 @@ class NativeCache(StateCache):
             views = zip(larger.views(slot, 0, length), self.views(slot, 0, length), strict=True)
             for new, old in views:
                 new.copy_(old)
-        # Assigned last: if memory runs out or the user interrupts, the cache stays as it was.
+        # The buffers are assigned last: if memory runs out or the user interrupts, the cache stays as it was.
         self.keys, self.values, self.inputs = larger.keys, larger.values, larger.inputs
         self.capacity = larger.capacity
         self._written = [*self.lengths]
@@ -155,7 +155,7 @@ class NativeCache(StateCache):
                 drop_pages(rows)
 
     def reserve_pending(self, rows: int) -> None:
-        """Allocates a tree of `rows` rows in every slot."""
+        """Allocates memory for a tree of `rows` rows in every slot."""
         if self._delta_layers and (self.pending.dim() < 2 or rows > self.pending.shape[2]):
             self.pending = torch.zeros(
                 self._delta_layers, self.slots, rows, self.model.shapes.delta_row[1]
@@ -163,8 +163,8 @@ class NativeCache(StateCache):
 
     def keep(self, slot: int, path: Sequence[int]) -> None:
         length = self.lengths[slot]
-        # This is set first: an interrupted call may have advanced states, which must not be taken
-        # for earlier ones.
+        # The length is set first: an interrupted call may have advanced the states, which must not be
+        # taken for those of the earlier length.
         self.lengths[slot] = length + len(path)
         if self._delta_layers or path[-1] != len(path) - 1:
             rows = np.array(path, np.int64)

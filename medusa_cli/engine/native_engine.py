@@ -36,8 +36,8 @@ FIRST_LOGITS = 16
 class NativeEngine(Engine):
     """Runs a model in the native library, with fp32 states.
 
-    The bits of a row depend neither on the other rows of the pass nor on the number of threads. int8_rows: states are
-    rounded to 8 bits before a matmul with quantized weights. kv: the number type of keys and values.
+    The bits of a row depend neither on the other rows of the pass nor on the number of threads. int8_rows: True if
+    activations are rounded to 8 bits before a matmul with quantized weights. kv: the number type of keys and values.
     """
 
     name = "native"
@@ -175,7 +175,7 @@ class NativeEngine(Engine):
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Runs all layers on rows with depths [B or 1, R] that see each other according to a mask [B or 1, R, R].
 
-        Returns the final states [B, R, stride] and the tapped states by layer. Extra rows enter on the way.
+        Returns the final states [B, R, stride] and the tapped states by layer. Extra rows enter before their layers.
         """
         lengths = np.array(cache.lengths[plan.first : plan.first + len(plan.tokens)], np.int64)
         cache.reserve(int(lengths.max()) + depth.shape[1])
@@ -192,7 +192,7 @@ class NativeEngine(Engine):
         last = self.sizes["layers"]
         entries = extra_rows.rows.layers if extra_rows is not None else ()
         cuts = sorted({0, last, *entries})
-        # As in the network's list of states, those of the last layer follow the final norm.
+        # As in transformers' list of hidden states, the last layer's states are those after the final norm.
         taps = sorted(set(plan.taps) - {-1, last - 1})
         by_tap: dict[int, Tensor] = {}
         for first, end in itertools.pairwise(cuts):
@@ -237,8 +237,8 @@ class NativeEngine(Engine):
         """Runs layers first .. end - 1 on states x [B, R, stride] in place; returns the tapped layers' states.
 
         The slots from `first_slot` on hold `lengths` [B] rows. positions [B, n] and seen [B or 1,
-        n, n] cover n rows, of which R have entered. inputs: the additional inputs of layers; layer
-        0 completes them. keeps: all rows stay in the cache.
+        n, n] cover n rows, of which R have entered. inputs: the additional inputs of layers, which
+        layer 0 completes. keeps: True if all rows stay in the cache.
         """
         slots, rows, stride = x.shape
         require(
@@ -320,12 +320,12 @@ class NativeEngine(Engine):
         check(code, "states do not fit the lm_head")
         scores = torch.from_numpy(out[:count, : self.sizes["vocab"]]).view(slots, rows, -1)
         logits = self.backbone.finish_logits(scores)
-        # A soft cap may round the best scores to the same value.
+        # A soft cap may round the best scores to the same value, so the best token is found after it.
         return logits, torch.from_numpy(best) if logits is scores else logits.argmax(-1).int()
 
     @torch.inference_mode()
     def states_at(self, tokens: Tensor, first: int) -> Tensor:
-        """Returns the final states [n, H] for tokens [n] at positions from `first` on, for a comparison."""
+        """Returns the final states [n, H] for tokens [n] at positions from `first` on, to compare them with others."""
         count = len(tokens)
         cache = self.new_cache()
         cache.reserve(count)

@@ -18,14 +18,14 @@ from medusa_cli.native.matrix import padded_floats
 
 # The initial number of rows in the rotary table, which grows as needed.
 FIRST_POSITIONS = 2048
-# Rows of a long chain that enter a layer at a time, because the mask of n rows has n * n numbers.
+# The number of a long chain's rows that run at a time, because the mask of n rows has n * n numbers.
 ROWS_AT_ONCE = 512
 
 
 def pieces(positions: Sequence[Sequence[int]]) -> Iterator[tuple[int, slice, Sequence[int]]]:
     """Yields pieces of long chains, sequence by sequence, with at most ROWS_AT_ONCE rows.
 
-    Each is the number of its sequence, its rows among those of all sequences, and their positions.
+    A piece is the index of its sequence, its rows among those of all sequences, and the rows' positions.
     """
     start = 0
     for number, own in enumerate(positions):
@@ -51,11 +51,11 @@ class RowCache(Protocol):
 
 
 class NativeDecoderLayer(nn.Module):
-    """Runs a decoder layer in the library, with 4-bit weights; it owns all memory that the structures point to.
+    """Runs a decoder layer in the library, with 4-bit weights, and owns all memory that its structures point to.
 
     matrices, norms: the layer's modules by their names in the library; see Layer in structures.def.
-    pack: packs a matrix. norm_before_residual: attention is added to the normalized state instead of
-    the state itself. Raises ValueError if the sizes do not fill the library's tiles.
+    pack: packs a matrix. norm_before_residual: True if attention is added to the normalized state
+    instead of the state itself. Raises ValueError if the sizes are not whole tiles of the library.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class NativeDecoderLayer(nn.Module):
             layer=pointer(self._layer),
         )
         self._tables: list[Tensor] = []
-        self._lock = threading.Lock()  # of the table, which several decoders may use
+        self._lock = threading.Lock()  # guards the table, which several decoders may use
         self.reserve(FIRST_POSITIONS)
 
     def __deepcopy__(self, memo: dict[int, object]) -> NativeDecoderLayer:
@@ -120,7 +120,7 @@ class NativeDecoderLayer(nn.Module):
             outputs: dict[tuple[int, int], Tensor] = {}
             for i, part, piece in pieces(positions):
                 parts = (own[part] for own in embedded)
-                # Of a sequence's pieces, `last` returns only the last one's row.
+                # With `last`, only the output of a sequence's last piece is returned.
                 key = i, 0 if last else piece[0]
                 outputs[key] = self.extend(x[part], [piece], [caches[i]], *parts, last=last)
             return torch.cat(list(outputs.values()))
@@ -128,7 +128,7 @@ class NativeDecoderLayer(nn.Module):
         flat = np.array([position for own in positions for position in own], np.int32)
         self.reserve(int(flat.max()) + 1)
         states, read = self._inputs(x, embedded, len(flat))
-        # `last` needs no masks. The arrays are kept here, as the structures point to them.
+        # `last` needs no masks. The arrays must live until the call, as the structures point to them.
         masks = [
             array("B", b"" if last else np.tri(count, dtype=np.uint8).tobytes()) for count in counts
         ]
@@ -149,7 +149,7 @@ class NativeDecoderLayer(nn.Module):
     def _inputs(
         self, x: Tensor, embedded: Sequence[Tensor], rows: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the states, which the library replaces, and the embeddings, if any, that the matrices read first."""
+        """Returns the states, which the library overwrites, and the embeddings that the matrices read first, if any."""
         states = self.entering(x.float()).clone(memory_format=torch.contiguous_format)
         read = [own.float().contiguous() for own in embedded]
         shape = rows, self.hidden_size
@@ -162,7 +162,7 @@ class NativeDecoderLayer(nn.Module):
         return states, next(iter(read), None)
 
     def entering(self, states: Tensor) -> Tensor:
-        """Returns states as the library reads them."""
+        """Returns the states that the library reads: normalized if the layer has a `first_norm`."""
         return states if self.first_norm is None else self.first_norm(states)
 
     def rows_of(
@@ -172,9 +172,9 @@ class NativeDecoderLayer(nn.Module):
         masks: Sequence[array[int]],
         like: Tensor,
     ) -> Any:
-        """Returns the sequences' rows in the library's structures, after their caches have made room for them.
+        """Returns the sequences' rows in the library's structures, after the caches have made room for the rows.
 
-        masks: for each sequence, which of its last rows [n, m >= n] the n new rows see, as bytes.
+        masks: for each sequence, bytes [n, m] that tell which of its last m >= n rows the n new rows see.
         """
         rows = (DraftRows * len(counts))()
         for own, cache, count, mask in zip(rows, caches, counts, masks, strict=True):
@@ -189,20 +189,20 @@ class NativeDecoderLayer(nn.Module):
         return rows
 
     def reserve(self, positions: int) -> None:
-        """Makes room for at least `positions` positions in the rotary table."""
+        """Extends the rotary table to at least `positions` positions."""
         if positions > self.model.positions:
             with self._lock:
                 self._grow(positions)
 
     def _grow(self, positions: int) -> None:
-        """Replaces the rotary table, of which each pass reads the start; `positions` is set last."""
+        """Replaces the rotary table by a longer one with the same start; `positions` is set last, as passes may run."""
         if positions <= self.model.positions:  # another thread was faster
             return
         count = max(positions, 2 * self.model.positions)
         rates = self.rope_theta ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim)
         angles = torch.arange(count).float()[:, None] * rates
         cos, sin = angles.cos().contiguous(), angles.sin().contiguous()
-        self._tables += [cos, sin]  # a call in another thread may still read the earlier ones
+        self._tables += [cos, sin]  # a call in another thread may still read earlier tables
         self.model.cos[0] = cos.data_ptr()
         self.model.sin[0] = sin.data_ptr()
         self.model.rotary[0] = self.head_dim

@@ -39,8 +39,8 @@ class NativeLinear(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Returns the scores and ids [n, width] of the best outputs for x [n, K], best first.
 
-        With a temperature, the scores are log probabilities at it. norm: is applied to x first; its
-        weight does not change either. tokens: the ids of the outputs, unless they are numbered from 0.
+        With a temperature, the scores are log probabilities at this temperature. norm: is applied to x
+        first; its weight must not change. tokens: the ids of the outputs, unless they are numbered from 0.
         """
         rows = x.float().contiguous()
         guesses, scores, ids = self.guesses(len(rows), width, temperature, norm, tokens)
@@ -82,14 +82,14 @@ class NativeLinear(nn.Module):
 
 
 class NativeEmbedding(nn.Module):
-    """Embeds tokens with a packed matrix, for a network whose weights are held only by the engine."""
+    """Embeds tokens with a packed matrix, for a network whose weights only the engine holds."""
 
     def __init__(self, model: NativeModel) -> None:
         super().__init__()
         self.matrix = model.embedding
         self.scale = model.description.embedding_scale
         self.hidden = model.description.sizes["hidden"]
-        # Has the vocabulary size, number type and device, for code that reads them from the weight.
+        # Code that reads a vocabulary size, number type or device from the weight finds them here.
         self.weight = torch.empty(model.description.sizes["vocab"], 0)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ FIRST_POSITIONS = 2048
 
 
 class NativeModel:
-    """A model in the library's structures; it owns all memory that the structures point to.
+    """Holds a model in the library's structures, and owns all memory that they point to.
 
     max_positions: the maximum size of rotary tables, unless `reserve` asks for more.
     """
@@ -41,8 +41,8 @@ class NativeModel:
         self._rotary = rotary
         self._max_positions = max_positions
         self._tables: list[tuple[Floats, Floats]] = []
-        self._lock = threading.Lock()  # of the tables, which several decoders may use
-        # The gain of norms without a gain, by width.
+        self._lock = threading.Lock()  # guards the tables, which several decoders may use
+        # By width: the ones that serve as the gain of norms that have none.
         self._ones: dict[int, Floats] = {}
         self.shapes = Shapes(
             description,
@@ -131,7 +131,7 @@ class NativeModel:
         return tables.index(kind) if len(tables) > 1 else 0
 
     def gain_of(self, name: str, width: int) -> Floats:
-        """Returns the gain of a norm, followed by its bias if norms are centered; ones and zeros for an empty name."""
+        """Returns a norm's gain, followed by its bias if norms are centered; for an empty name, ones and zeros."""
         if name:
             return self.packed.vectors[name]
         if width not in self._ones:
@@ -163,7 +163,7 @@ class NativeModel:
                 self._grow(positions)
 
     def _grow(self, positions: int) -> None:
-        """Replaces the rotary tables; each pass reads the start of them. `positions` is set last."""
+        """Replaces the rotary tables by longer ones with the same start; `positions` is set last, as passes may run."""
         spare = max(2 * self.struct.positions, FIRST_POSITIONS)
         count = max(positions, min(spare, self._max_positions))
         tables = []
@@ -175,7 +175,7 @@ class NativeModel:
             if self.description.flags["reversed"]:
                 sines = -sines
             tables.append((cosines, sines))
-        self._tables += tables  # a pass in another thread may still read the earlier ones
+        self._tables += tables  # a pass in another thread may still read earlier tables
         for number, (cosines, sines) in enumerate(tables):
             self.struct.cos[number] = cosines.ctypes.data
             self.struct.sin[number] = sines.ctypes.data
