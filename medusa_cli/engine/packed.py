@@ -36,14 +36,14 @@ from medusa_cli.native.library import UNIT, cpu_count
 from medusa_cli.native.matrix import Floats, padded_floats
 from medusa_cli.native.pages import HAS_HUGE_PAGES, Bytes, aligned
 
-# The version of the file format; names of files follow the code that packs.
+# The version of the file format. The code that packs does not count here, but in the files' names.
 VERSION = 2
 # Every part of a file begins at a multiple of this many bytes.
 ALIGNMENT = 64
-# The bytes of a digest, and of the file's beginning: a position and a digest.
+# The number of bytes of a digest, and of a file's head, which holds a position and a digest.
 DIGEST = 16
 HEAD = 8 + DIGEST
-# Weights are read into memory if this multiple of their size is free, in pieces of PIECE bytes.
+# If this multiple of their size is free, weights are read into memory, in pieces of PIECE bytes.
 READING_ROOM = 1.5
 PIECE = 32 << 20
 log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ def shapes_of(description: Description, weights: Weights) -> Shapes:
 def pack_in_memory(
     description: Description, weights: Weights, quantize: str | None, int8_rows: bool
 ) -> Packed:
-    """Packs a model's weights; raises MissingWeights if its files lack one."""
+    """Packs a model's weights; raises MissingWeights if its files lack a weight."""
     return Packed(
         dict(_matrices(description, weights, quantize, int8_rows)),
         dict(_vectors(description, weights)),
@@ -198,7 +198,7 @@ def keep_packed(
 
 
 def bytes_of(path: Path) -> Bytes:
-    """Returns the bytes of a file: read onto huge pages if there is enough memory, or else mapped."""
+    """Returns the bytes of a file: read into huge pages if there is enough free memory, else mapped."""
     size = path.stat().st_size
     if not HAS_HUGE_PAGES or free_memory(torch.device("cpu")) < READING_ROOM * size:
         return np.memmap(path, np.uint8, "r")
@@ -216,7 +216,7 @@ def bytes_of(path: Path) -> Bytes:
 
 
 def _write(file: Any, end: int, data: Bytes) -> tuple[int, int, str]:
-    """Writes bytes at the first aligned position from `end` on; returns that position, their number and digest."""
+    """Writes bytes at the first aligned position from `end` on; returns the position, their number and their digest."""
     start = padded(end, ALIGNMENT)
     file.seek(start)
     file.write(data)
@@ -240,8 +240,8 @@ def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed
 def read_parts(path: Path, has_int8_rows: Callable[[str], bool]) -> Packed:
     """Reads packed weights; raises ValueError if the file is damaged.
 
-    has_int8_rows: returns True for the name of a matrix whose rows are rounded. The digests of its
-    parts are compared once after each change of the file and start of the machine.
+    has_int8_rows: takes a matrix's name; returns True if the matrix's activations are rounded. The
+    digests of the file's parts are checked once after each change of the file and each boot.
     """
     memory = bytes_of(path)
     data = _table(memory)
@@ -265,7 +265,7 @@ def read_parts(path: Path, has_int8_rows: Callable[[str], bool]) -> Packed:
 
 
 def _table(memory: Bytes) -> dict[str, Any]:
-    """Returns the list of a packed file's parts; raises ValueError if it is damaged or of another version."""
+    """Returns the list of a packed file's parts; raises ValueError if the list is damaged or of another version."""
     start = int.from_bytes(memory[:8].tobytes(), "little")
     if not HEAD <= start < memory.nbytes:
         raise ValueError("it is cut off")
@@ -303,7 +303,7 @@ def check_packed(path: Path) -> None:
 
 
 def packed_files() -> Iterator[tuple[Path, str | None]]:
-    """Yields the files of packed weights with the place of their model's weights, None for those of other versions."""
+    """Yields the files of packed weights, each with its model's source; None for files of other versions."""
     for path in (home() / "packed").glob("*.bin"):
         try:
             yield path, _table(np.memmap(path, np.uint8, "r"))["source"]
@@ -312,7 +312,7 @@ def packed_files() -> Iterator[tuple[Path, str | None]]:
 
 
 def _part(memory: Any, place: list[Any]) -> Bytes:
-    """Returns a part of a mapped file, given its position and size; raises ValueError if it lies outside."""
+    """Returns a part of a mapped file, given its position and size; raises ValueError if it lies outside the file."""
     start, size, _ = place
     if start < 0 or size < 0 or start % ALIGNMENT or start + size > memory.nbytes:
         raise ValueError("it is cut off")
@@ -337,7 +337,7 @@ def _matrices(
 
 
 def _part_of(name: str, part: Part, weights: Weights) -> tuple[RawMatrix, Floats | None]:
-    """Returns the matrix and the bias of a part; raises MissingWeights if the files lack it.
+    """Returns the matrix and the bias of a part; raises MissingWeights if the files lack the weight.
 
     name: the matrix's name in the description.
     """
@@ -346,7 +346,7 @@ def _part_of(name: str, part: Part, weights: Weights) -> tuple[RawMatrix, Floats
             return stacked, None
         return stacked, weights.vector(_stored(f"{name}_bias", weights))
     raw = weights.matrix(_stored(part.weight, weights))
-    # Blocks lie along the inputs, so only floats are stored transposed.
+    # The blocks of quantized weights lie along the inputs, so only floats are stored transposed.
     if part.transposed and raw.format.is_float:
         if len(raw.rows) % part.transposed:
             raise Unsupported(f"its {part.weight} has another size")
@@ -391,6 +391,6 @@ def _stored(name: str, weights: Weights) -> str:
 def _rounded_format(quantize: str, is_head: bool) -> Format:
     """Returns the format of rounded weights.
 
-    The lm_head is never rounded to 4 bits: that would change the model ten times as much.
+    The lm_head is never rounded to 4 bits, because this would change the model ten times as much.
     """
     return Format.Q4_1 if quantize == "int4" and not is_head else Format.Q8_0
