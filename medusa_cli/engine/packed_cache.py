@@ -16,19 +16,19 @@ from medusa_cli.files.io import write_atomic
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.files.paths import home
 
-# The code that reads a model's weights and packs them, by its place in the package.
+# The code that reads a model's weights and packs them: paths in the package.
 CODE = (
     *("engine/packed.py", "engine/experts.py", "model/weights.py", "model/conversion.py"),
     *("files/gguf_header.py", "files/gguf_names.py", "native/matrix.py"),
     *("native/formats.h", "native/formats.cpp"),
 )
-# The code that also reads a drafter's weights, and determines the matrices of its parts and their
-# order.
+# This code and the code that reads a drafter's weights, and determines the matrices of the drafter's
+# parts and their order.
 DRAFTER_CODE = (
     *CODE,
     *("drafters/*.py", "files/safetensors_files.py", "engine/linear.py", "engine/native_layer.py"),
 )
-# The packages that also read and convert weights.
+# Other packages that read and convert weights.
 PACKAGES = ("transformers", "safetensors", "gguf")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -36,17 +36,18 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 def packed_path(model: ModelSource, description: Description, quantize: str | None) -> Path:
     """Returns the place of a model's packed weights.
 
-    Its name begins with the place of the model's own files. It continues with digests of everything that determines the
-    weights: these files, the config, the description, the code and the quantization.
+    The name has two digests. The first is of the place of the model's own files, and the quantization. The second is of
+    everything that determines the weights: these files, the config, the description, the code and the quantization.
     """
     parts = (model.stamp, asdict(description), _code_stamp(CODE), quantize)
     return _path([source_of(model), quantize], parts)
 
 
 def drafter_path(drafter: Path, files: Sequence[str], backbone: Path, part: str) -> Path:
-    """Returns the place of a packed part of the drafter in a folder; its name is built like that of a model's weights.
+    """Returns the place of a packed part of a drafter; its name has two digests, as the name of a model's weights.
 
-    files: the stamps of the drafter's files. backbone: its model's packed weights, whose lm_head it may read.
+    drafter: its folder. files: the stamps of the drafter's files. backbone: the file of its model's packed weights;
+    the drafter may read the model's lm_head.
     """
     parts = (files, backbone.name, part, _code_stamp(DRAFTER_CODE))
     return _path([str(drafter), backbone.name.partition("-")[0], part], parts)
@@ -57,7 +58,7 @@ def _path(owner: Any, parts: Any) -> Path:
 
 
 def source_of(model: ModelSource) -> str:
-    """Returns the place of a model's weights, the first of its files."""
+    """Returns the place of a model's weights: the path of the first file."""
     return str(model.weights[0].resolve())
 
 
@@ -98,7 +99,7 @@ def forget(path: Path) -> None:
 def forget_outdated(path: Path, sources: Iterable[tuple[Path, str | None]]) -> None:
     """Removes the files that a new one replaces, and those whose model is gone.
 
-    sources: the files of packed weights, each with the place of its model's weights, None for files of earlier
+    sources: the files of packed weights, each with the place of its model's weights, or with None for files of earlier
     versions.
     """
     owner = path.name.partition("-")[0]

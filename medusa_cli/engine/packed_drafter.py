@@ -16,7 +16,8 @@ from medusa_cli.native.matrix import Parts
 class PackedDrafter:
     """Packs the parts of the drafter in a folder, or reads them from the cache.
 
-    files: the stamps of its files, from before they were read. backbone: its model's packed weights.
+    files: the stamps of the drafter's files, taken before they were read. backbone: the file of its
+    model's packed weights.
     """
 
     folder: Path
@@ -31,7 +32,7 @@ class PackedDrafter:
 
     @contextmanager
     def part(self, name: str) -> Iterator[Callable[[Parts], PackedMatrix]]:
-        """Yields a function that packs the next matrix of a part, or returns the one that was kept.
+        """Yields a function that packs the next matrix of a part, or returns the matrix that was kept.
 
         New matrices are kept at the end of the block, unless the cache cannot be written.
         """
