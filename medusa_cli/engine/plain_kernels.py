@@ -1,6 +1,6 @@
 """The twins of the exact path's kernels in plain torch: slow and obvious, each row by itself.
 
-They take and return what the kernels in `kernels` and `kernel_attention` do. With doubles they are a reference.
+Their arguments and results are those of `kernels` and `kernel_attention`. With doubles, they are a reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from medusa_cli.engine.reach import CHUNK, Reach, slices_of
 from medusa_cli.engine.tiles import Tiles
 from medusa_cli.native.library import UNIT
 
-# As in native/matmul.h: groups below this size are rounded to zero.
+# As in native/matmul.h, a group whose largest input is below this is rounded to zero.
 LEAST_SIZE = 1e-30
 
 
@@ -36,12 +36,12 @@ def tile_matmul(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Returns rows [R, K], rounded to 8 bits, times the transposed matrices, plus a bias [N], as the library does."""
+    """Returns rows [R, K], rounded to 8 bits, times the transposed matrices, plus a bias [N], as the library would."""
     groups = x.float().unflatten(1, (-1, UNIT))
     size = groups.abs().amax(-1)
     is_zero = size < LEAST_SIZE
     largest = torch.full_like(size, 127)
-    # Division of and by a number would multiply by an inverse.
+    # Both sides are tensors: to divide by a Python number, torch would multiply by its inverse.
     inverse = (largest / size).masked_fill(is_zero, 0)
     scale = (size / largest).masked_fill(is_zero, 0)
     numbers = (groups * inverse[..., None]).round().flatten(1)
@@ -55,7 +55,7 @@ def _tile_matmul(x: Tensor, scale: Tensor, tiles: Tiles) -> Tensor:
     rows = x.unflatten(1, (-1, group))  # [R, groups, inputs]
     scale = scale.repeat_interleave(tiles.layout.groups, 1)
     numbers, scales, offsets = tiles.decoded(tiles.data)
-    # Sums of a group's products are integers, which fp32 holds in any order of additions.
+    # The sums of a group's products are integers that fp32 holds exactly, in any order of additions.
     products = torch.einsum("rgk,ngk->grn", rows, numbers.float().unflatten(1, (-1, group)))
     sums = scale * rows.sum(-1)
     total = torch.zeros_like(products[0])
@@ -67,12 +67,12 @@ def _tile_matmul(x: Tensor, scale: Tensor, tiles: Tiles) -> Tensor:
 
 
 def _fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """Returns x * y + z, rounded once from doubles."""
+    """Returns x * y + z, computed in doubles and rounded once."""
     return (x.double() * y.double() + z.double()).float()
 
 
 def _sum(parts: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns the sum [R, N] of slices in order, and of a bias."""
+    """Returns the sum [R, N] of slices, added in order, plus a bias if there is one."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -94,7 +94,7 @@ def add_norm(
     after: Tensor | None = None,
     eps_after: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Returns x + a matmul's sums [R, H], and that state divided by its root mean square, times gain [H]."""
+    """Returns the states x plus a matmul's sums [R, H], and these states normalized; see `kernels.add_norm`."""
     if parts is not None:
         y = _sum(parts, bias)
         y = y if after is None else _normed(y, after, eps_after)
@@ -113,7 +113,7 @@ def rotate_write(
     values: Tensor,
     reach: Reach,
 ) -> Tensor:
-    """Writes keys and values to a cache [B, KV, C, D]; returns the queries [R, heads, D], both rotated."""
+    """Writes rotated keys, and values, to a cache [B, KV, C, D]; returns the rotated queries [R, heads, D]."""
     size, kv, _, dim = keys.shape
     qkv = _sum(parts, bias).unflatten(1, (-1, dim))
     query_key, value = qkv.split([qkv.shape[1] - kv, kv], dim=1)
@@ -181,7 +181,7 @@ def attend(
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, parts: list[Tensor], scale: float, cap: float
 ) -> Tensor:
-    """Returns the attention [D] of a query [D] to the columns of each part, which are merged in order."""
+    """Returns the attention [D] of a query [D] to parts of the columns; the parts' results are merged in order."""
     high = query.new_tensor(-torch.inf)
     weight = query.new_zeros(())
     mean = torch.zeros_like(query)

@@ -81,7 +81,7 @@ class Output:
     """Holds a pass's fp32 logits [B, n, V] (or [B, 1, V], or None) and tapped hidden states [B, n, H * taps].
 
     extra: the final states of extra rows, [B, n, K, H], or [B, 1, K, H] for a chain. best: the most
-    likely token for each row of logits, if the engine finds them on the way.
+    likely token for each row of logits, if the engine finds these tokens together with the logits.
     """
 
     logits: Tensor | None
@@ -99,8 +99,7 @@ class Layout:
     the slot's length, if B is 1 and the host knows it. columns [B, R]: where rows are written.
     lengths [B]: the lengths of the slots, if attention reads no column beyond them; the mask of full
     attention is then [B, R, R], over the rows themselves. tree: depth [B or 1, n] and mask
-    [B or 1, n, n] of a tree's rows, None for a chain. reach: takes the place of masks on the exact
-    path.
+    [B or 1, n, n] of a tree's rows, None for a chain. reach: replaces the masks on the exact path.
     """
 
     first: int
@@ -121,8 +120,8 @@ def lay_out(
 ) -> Layout:
     """Returns the layout of a plan in a cache, which grows as needed.
 
-    context: the model's maximum number of positions. Extra rows beyond it get its last position,
-    since rotary tables may change there. exact: trees without extra rows take the exact path.
+    context: the model's maximum number of positions. Extra rows beyond them get the last position,
+    since rotary tables may change there. exact: True if trees without extra rows take the exact path.
     """
     every = torch.arange(plan.tokens.shape[1], device=device)
     if plan.depth is None or plan.tree_mask is None:
@@ -182,8 +181,8 @@ def lay_out_at(
     """Returns the layout of R new rows in each of B slots.
 
     lengths [B]: the current lengths of the slots. tree_mask [B or 1, R, R]: the rows of the pass that each new row
-    sees. depth [B or 1, R]: the positions of the new rows, relative to the length. by_length: attention reads no column
-    beyond the lengths. exact: the layout is for the exact path, which needs no masks. This function reads no tensor's
+    sees. depth [B or 1, R]: the positions of the new rows, relative to the length. by_length: True if attention reads
+    no column beyond the lengths. exact: True for the exact path, which needs no masks. This function reads no tensor's
     values on the host, so it can be captured in a CUDA graph.
     """
     size = len(lengths)

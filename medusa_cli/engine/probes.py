@@ -14,7 +14,7 @@ from medusa_cli.engine.description import CLAMPED_SWIGLU, XIELU, XIELU_VECTORS, 
 from medusa_cli.model.backbone import Layers, Unsupported
 from medusa_cli.model.masks import Masks
 
-# Plain activations in the order of the library's numbers.
+# Plain activations, in the order of the library's numbers for them.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -101,9 +101,9 @@ def plain_attributes(module: Any) -> Sequence[Any]:
 
 
 def turning_of(parts: Layers, index: int, rotary: Rotary, query_norm: Any) -> tuple[bool, bool]:
-    """Returns whether a layer rotates queries and keys, and whether it rotates before it normalizes.
+    """Returns whether a layer rotates queries and keys, and whether it rotates them before it normalizes them.
 
-    The answers come from a pass of two rows through its attention: a result that depends on the cosines was rotated.
+    Two rows pass through the layer's attention: a result that depends on the cosines was rotated.
     """
     attention = parts.layers[index].self_attn
     weight = next(attention.parameters())
@@ -140,9 +140,9 @@ def _depends(result: Tensor, source: Tensor) -> bool:
 
 
 def quarter_turn(attention: Any) -> list[float]:
-    """Returns the output of `rotate_half` in attention's module for 0, 1, 2, 3; empty without such a function.
+    """Returns the output for 0, 1, 2, 3 of the `rotate_half` beside an attention class; empty if there is none.
 
-    Rotary embeddings rotate adjacent pairs if it swaps them, else the halves of a head.
+    If the function swaps adjacent numbers, rotary embeddings rotate adjacent pairs, else the halves of a head.
     """
     rotate_half = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
     return [] if rotate_half is None else list(rotate_half(torch.arange(4.0)).tolist())
@@ -153,9 +153,9 @@ class _Reached(Exception):
 
 
 def norms_first(parts: Layers, masks: Masks) -> bool:
-    """Returns True if the last norm also precedes the first layer, as a pass up to that layer shows.
+    """Returns True if the final norm also runs before the first layer, as a pass up to that layer shows.
 
-    No network uses a norm with a gain in two places.
+    A norm with a gain needs no pass: no network uses such a norm in two places.
     """
     if has_gain(parts.norm):
         return False
@@ -202,7 +202,7 @@ def is_xielu(function: Any) -> bool:
 def activation_of_experts(experts: Any) -> Activation:
     """Returns the activation of experts, found by probing how they combine gate and up.
 
-    Raises Unsupported if the library does not have it.
+    Raises Unsupported if the library does not have the activation.
     """
     function = first_of(experts, ACTIVATION_NAMES)
     join = getattr(experts, "_apply_gate", None)
@@ -217,7 +217,7 @@ def activation_of_experts(experts: Any) -> Activation:
         values: Tensor = join(gate_up)
         return values
 
-    # A small gate shows alpha if up is 0, and then the limit if up is far beyond it.
+    # A small gate shows alpha if up is 0, and the limit if up is far beyond the limit.
     small = torch.full((1,), 2.0**-6, dtype=torch.float64)
     without_up = joined(small, 0 * small)
     alpha = round(float((without_up / small).logit() / small), 4)

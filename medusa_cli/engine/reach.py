@@ -1,8 +1,9 @@
-"""Tells which columns each row of a pass reads and writes on the exact path, by its position in the text alone.
+"""Tells which columns each row of a pass reads and writes on the exact path: only the row's position decides.
 
-A row at position p reads the columns below limit(p) in chunks, and the rest in the order of the text, at most NEAR of
-them. limit(p) lags LAG positions behind, so every column below it was in the cache before any pass that holds p:
-a row reads the same numbers in the same order whether its ancestors are nodes of a tree or came step by step.
+A row at position p reads the columns below limit(p) in chunks, and its other columns, at most NEAR, in the order of the
+text. limit(p) is at least LAG positions before p, so a pass that contains p finds all columns below limit(p) in the
+cache. A row thus reads the same numbers in the same order, whether its ancestors are nodes of the same tree or were
+decoded step by step.
 """
 
 from dataclasses import dataclass
@@ -15,20 +16,20 @@ from medusa_cli.device import numbered
 from medusa_cli.files.layer_kinds import CHUNKED, FULL
 from medusa_cli.model.masks import Masks
 
-# Positions by which the limit lags behind, in multiples of which it moves: trees are less deep than this.
+# The limit is at least this many positions before a row, and a multiple of it; trees are less deep.
 LAG = 32
-# Columns from the limit to a row's own position, at most.
+# The maximum number of columns from the limit to a row's own position.
 NEAR = 2 * LAG
-# Columns that one program reads below the limit.
+# The number of columns in a chunk, which one program reads.
 CHUNK = 512
-# Programs that keep a GPU busy, columns of a program, and the least K of a slice.
+# The number of programs that keep a GPU busy, of columns of a program, and the smallest K of a slice.
 PROGRAMS = 128
 COLUMNS = 128
 LEAST = 512
 
 
 def slices_of(count: int, depth: int) -> int:
-    """Returns the number of slices of K for a weight [N, K]: the same for every number of rows."""
+    """Returns the number of slices of K for a weight [N, K], which does not depend on the number of rows."""
     slices = 1
     while -(-count // COLUMNS) * slices < PROGRAMS and depth // (2 * slices) >= LEAST:
         slices *= 2
@@ -39,9 +40,9 @@ def slices_of(count: int, depth: int) -> int:
 class Reach:
     """Describes what R rows in each of B slots read and write; all tensors are int32, with B * R rows.
 
-    rows: R. position: that in the text. columns: where a row is written. limit: the end of the columns that are read in
-    chunks. places [B * R, NEAR]: the columns from there on, in the order of the text. low: by kind of layer, the first
-    position that a row sees.
+    rows: R. position: a row's position in the text. columns: the column to which a row is written. limit: the end of
+    the columns that are read in chunks. places [B * R, NEAR]: the columns from the limit on, in the order of the text.
+    low: by kind of layer, the first position that a row sees.
     """
 
     rows: int
@@ -64,7 +65,7 @@ class Reach:
         columns = lengths[:, None] + numbered(rows, device)
         limit = ((position - LAG).clamp(min=0) // LAG) * LAG
         places = limit[..., None] + numbered(NEAR + 1, device)  # [B, R, NEAR + 1]
-        # The place of each ancestor is its position; that of other rows is one that is not read.
+        # An ancestor's place is its position after the limit. Other rows get a place that is not read.
         place = position[:, None] - limit[..., None]  # [B, R, R]
         place = torch.where(tree_mask & (place >= 0), place, NEAR)
         places = places.scatter(2, place, columns[:, None].expand(size, rows, -1))[..., :NEAR]

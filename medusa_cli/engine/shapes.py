@@ -1,4 +1,4 @@
-"""The shapes that the native library reads: those of packed weights, or of weights that are not packed yet."""
+"""The shapes that the native library reads, of weights that are packed or still to be packed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Shapes:
         sizes = self.description.sizes
         hidden = sizes["hidden"]
         given = 0 if self.description.inputs is None else self.description.inputs.width
-        # A bias follows the gain.
+        # The bias of a centered norm follows its gain.
         parts = 2 if self.description.flags["centered"] else 1
 
         for names in self.description.layers:
@@ -173,5 +173,5 @@ class Shapes:
 
 
 def _has_inputs(shape: tuple[int, ...], wanted: int) -> bool:
-    """Returns True if a matrix has `wanted` inputs; rounded matrices are padded to whole groups."""
+    """Returns True if a matrix has `wanted` inputs, or these padded to whole groups, as rounded matrices have."""
     return shape[1] in (wanted, padded(wanted, UNIT))

@@ -1,4 +1,4 @@
-"""A cache with running states. Unlike rows, they cannot be truncated: slots return to snapshots instead."""
+"""A cache with running states, which cannot be truncated as rows can: slots return to snapshots instead."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,8 +26,8 @@ class Snapshot:
 class StateCache(Slots):
     """Slots that may have running states [S, ...]: the states after all rows of a slot.
 
-    A slot can be truncated only to a snapshot or to its beginning; `reusable` returns the length. decoded_states: False
-    if states after decoding differ from those after a prompt, so that another prompt cannot reuse them.
+    A slot can be truncated only to a snapshot or to its beginning; `reusable` returns the new length. decoded_states:
+    False if states after decoding differ from those after a prompt, so that another prompt cannot reuse them.
     """
 
     def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:
