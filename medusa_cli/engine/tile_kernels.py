@@ -1,7 +1,7 @@
 """The Triton kernels that multiply by tiles; their twin is `plain_kernels.tile_matmul`.
 
-Integer products are exact, and fp32 sums are added in the native engine's order, so their bits are those of
-native/matmul.h. No size of a program changes them: few rows take a low program, and many a high one.
+Integer products are exact, and fp32 sums are added in the native engine's order, so the results have the bits of
+native/matmul.h. The size of a program, which is smaller for few rows than for many, does not change the bits.
 """
 
 # mypy: disable-error-code="misc, no-untyped-def, no-untyped-call"
@@ -17,11 +17,11 @@ from medusa_cli.engine import plain_kernels
 from medusa_cli.engine.tiles import Tiles
 from medusa_cli.native.library import UNIT
 
-# Rows and channels of a program, and its warps by rows.
+# The rows of a program for few and for many rows, its warps, and its channels.
 FEW, MANY = 16, 64
 WARPS = {FEW: 2, MANY: 4}
 COLUMNS = 32
-# Units of a loop's turn, and groups of a row that one program rounds.
+# The units that one iteration may process, and the groups of a row that one program rounds.
 STEPS = (4, 2, 1)
 GROUPS = 64
 LEAST_SIZE = tl.constexpr(plain_kernels.LEAST_SIZE)
@@ -33,7 +33,7 @@ UNFUSED = {"enable_fp_fusion": False}
 
 @triton.jit
 def round_rows_kernel(x, numbers, scales, sums, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Rounds some groups of 32 inputs of one row to 8 bits, as `round_row` in native/matmul.h."""
+    """Rounds some groups of 32 inputs of one row to 8 bits, as `round_row` does in native/matmul.h."""
     r = tl.program_id(0)
     g = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     half = tl.arange(0, 2)
@@ -66,7 +66,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def unpacked(place, BITS: tl.constexpr):
-    """Returns integers of BITS bits [32, channels] of a unit, which has BITS words for each channel from `place` on."""
+    """Returns a unit's integers of BITS bits [32, channels]; each channel has BITS words, from `place` on."""
     word = tl.arange(0, BITS)
     number = tl.arange(0, 32 // BITS)
     packed = tl.load(place[None, :] + 16 * word[:, None])
@@ -110,7 +110,7 @@ def tile_matmul_kernel(
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, 32)
     inside = m < rows
-    # Channels beyond the last one are that one, and are not stored.
+    # Channels beyond the last one compute the same as the last one, and are not stored.
     channel = tl.minimum(n, N - 1)
     tile = (channel // 16).to(tl.int64) * (K // 32 // UNITS * END)
     channel = channel % 16

@@ -16,7 +16,7 @@ from medusa_cli.errors import first_line
 from medusa_cli.model.backbone import Unsupported, auto_class, text_model
 from medusa_cli.native import PackedMatrix
 
-# Rows of the probe, and the allowed difference of 8-bit rows from rows that are not rounded.
+# The rows of the probe, and the relative difference that rounding rows to 8 bits may cause.
 ROWS = 3
 TOLERANCE = 0.03
 log = logging.getLogger(__name__)
@@ -32,10 +32,10 @@ def network_of(
     device: torch.device,
     int8_rows: bool,
 ) -> tuple[Any, Head]:
-    """Returns a network for a config with packed weights, and a function that looks its lm_head up.
+    """Returns a config's network with packed weights, and a function that looks up rows of its lm_head.
 
-    Embeddings, norms and matrices of floats are in `dtype`. int8_rows: round rows to 8 bits if the device has kernels
-    for that. Raises Unsupported for weights that do not fit the network's own modules.
+    Embeddings, norms and matrices of floats are in `dtype`. int8_rows: True if activations are rounded to 8 bits where
+    the device has kernels for this. Raises Unsupported for weights that do not fit the network's own modules.
     """
     from accelerate import init_empty_weights
 
@@ -47,7 +47,7 @@ def network_of(
         multiply = _kernel_for(packed, device) if int8_rows else None
     embedding = network.get_input_embeddings()
     head = network.get_output_embeddings()
-    # The embeddings' matrix may be that of the lm_head, too.
+    # The embeddings and the lm_head may share one matrix.
     places = {
         name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)
     }
@@ -108,7 +108,7 @@ def _rows_of(head: Any, dtype: torch.dtype, ids: Tensor | None) -> tuple[Tensor,
 def _kernel_for(packed: Packed, device: torch.device) -> Multiply | None:
     """Returns the kernel that multiplies 8-bit rows by tiles, if it agrees with dequantized tiles on a device.
 
-    It is tried with the smallest matrix of each format.
+    The kernel is tried with the smallest matrix of each format.
     """
     if device.type != "cuda":
         return None
@@ -136,7 +136,7 @@ def _kernel_for(packed: Packed, device: torch.device) -> Multiply | None:
 
 
 def difference(multiply: Multiply, tiles: Tiles) -> str | None:
-    """Returns how a kernel's products differ from those of dequantized tiles; None if only by rounding."""
+    """Returns how a kernel's products differ from those of dequantized tiles; None if they differ only by rounding."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, tiles.shape[1], generator=generator).to(tiles.data.device)
     expected = TileLinear([tiles])(x)

@@ -1,7 +1,7 @@
 """Quantized matrices in the library's tiles, as tensors on any device, and the linear layers that hold them.
 
-The bytes are those of the native engine (native/formats.h), so 4 bits stay 4 bits. On a GPU with Triton, a layer rounds
-its inputs to 8 bits and adds as the native engine does. Elsewhere it dequantizes some channels at a time.
+The bytes are those of the native engine (native/formats.h), so 4-bit weights stay 4-bit. On a GPU with Triton, a layer
+rounds its inputs to 8 bits and adds in the native engine's order. Elsewhere it dequantizes some channels at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from medusa_cli.model.backbone import Unsupported
 from medusa_cli.native import Format, PackedMatrix
 from medusa_cli.native.library import TILE, UNIT
 
-# Channels that are dequantized at a time.
+# The number of channels that are dequantized at a time.
 CHANNELS = 1024
 # The numbers for which the codes of IQ4_NL and IQ4_XS stand.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -28,9 +28,10 @@ FLOATS = {Format.F32: torch.float32, Format.F16: torch.float16, Format.BF16: tor
 class Layout:
     """Tells how the tiles of a format hold their numbers.
 
-    units: the units of 32 inputs in a block; several have 8-bit scales besides the block's. bits: the lower bits of a
-    number, 4 or 8. planes: its upper bits, which lie apart. group: the inputs that share a scale. zero: is subtracted.
-    offset: groups have offsets. signed: 8-bit scales are signed. codes: the numbers for which the bits stand.
+    units: the number of units, of 32 inputs each, in a block. With several units, groups have 8-bit scales besides the
+    block's scale. bits: how many lower bits a number has, 4 or 8. planes: how many upper bits, which are stored apart.
+    group: how many inputs share a scale. zero: is subtracted from a number. offset: True if groups have offsets.
+    signed: True if 8-bit scales are signed. codes: the values for which the numbers stand, if any.
     """
 
     units: int
@@ -49,7 +50,7 @@ class Layout:
 
     @property
     def places(self) -> tuple[int, int, int, int, int, int]:
-        """Returns where a block's parts begin: upper bits, 8-bit scales and offsets, scales, offsets; and its end."""
+        """Returns the starts of a block's upper bits, 8-bit scales, 8-bit offsets, scales and offsets, and its end."""
         upper = self.units * UNIT * TILE * self.bits // 8
         small = self.units * self.groups * TILE if self.units > 1 else 0
         scale = upper + self.units * 64 * self.planes
@@ -102,7 +103,7 @@ class Tiles(nn.Module):
         return cls(matrix.format, matrix.shape, _bytes(matrix).view(shape).to(device))
 
     def decoded(self, data: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the integers [M, K], and the scales and offsets [M, groups] in fp32, of M channels of some tiles."""
+        """Returns the integers [M, K], and the fp32 scales and offsets [M, groups], of the M channels of some tiles."""
         layout = self.layout
         upper, scale, mins, d, dmin, end = layout.places
         numbers = self._integers(data[..., :upper], layout.bits)
@@ -124,7 +125,7 @@ class Tiles(nn.Module):
         )
 
     def _integers(self, data: Tensor, bits: int) -> Tensor:
-        """Returns the integers [M, K] of some bits; a unit has as many words of 32 bits for each channel."""
+        """Returns the integers [M, K] of `bits` bits; a unit has `bits` words of 32 bits for each channel."""
         words = data.contiguous().view(torch.int32).unflatten(-1, (self.layout.units, bits, TILE))
         number = torch.arange(UNIT // bits, device=data.device, dtype=torch.int32)
         shifts = number % 4 * 8 + number // 4 * bits
@@ -143,14 +144,14 @@ class Tiles(nn.Module):
         return (values if offsets is None else values + offsets[..., None]).flatten(1)
 
     def blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yields the matrix some channels at a time."""
+        """Yields the matrix as floats, CHANNELS channels at a time."""
         left = self.shape[0]
         for data in self.data.split(CHANNELS // TILE):
             yield self.floats(data)[:left].to(dtype)
             left -= CHANNELS
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the channels of some ids [M, K]."""
+        """Returns the channels `ids` [M] as floats [M, K]."""
         parts = []
         for some in ids.split(CHANNELS // TILE):
             values = self.floats(self.data[some // TILE]).unflatten(0, (-1, TILE))
@@ -169,7 +170,7 @@ def _by_channel(values: Tensor) -> Tensor:
 
 
 def _bytes(matrix: PackedMatrix) -> Tensor:
-    # torch warns of memory that cannot be written, as that of a mapped file.
+    # torch warns of memory that cannot be written, such as a mapped file's.
     return torch.from_numpy(np.require(matrix.tiles, requirements="W"))
 
 
@@ -183,9 +184,9 @@ def floats_of(matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:
 
 
 class TileLinear(nn.Module):
-    """A linear layer of one or several matrices in tiles, whose outputs follow one another.
+    """A linear layer of one or several matrices in tiles, whose outputs are concatenated.
 
-    multiply: a `tile_matmul`, which rounds rows to 8 bits; None dequantizes. bias [N]: in fp32.
+    multiply: a `tile_matmul`, which rounds rows to 8 bits; None dequantizes the tiles. bias [N]: in fp32.
     """
 
     bias: Tensor | None
@@ -210,7 +211,7 @@ class TileLinear(nn.Module):
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
     def rows(self, ids: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Returns the weight and the bias of some outputs of the first matrix, or of all without ids."""
+        """Returns the weight and the bias of the outputs `ids`, or of all outputs, for a layer of one matrix."""
         (tiles,) = self.parts
         if ids is None:
             return torch.cat([*tiles.blocks(dtype)]), self.bias
@@ -218,7 +219,7 @@ class TileLinear(nn.Module):
 
     @classmethod
     def joined(cls, linears: Sequence["TileLinear"]) -> "TileLinear":
-        """Returns layers that read the same rows as one; matrices of one format become one."""
+        """Returns one layer for layers that read the same rows; neighboring matrices of one format are joined."""
         parts: list[Tiles] = []
         for tiles in (tiles for linear in linears for tiles in linear.parts):
             last = parts[-1] if parts else None
