@@ -27,8 +27,8 @@ from medusa_cli.native.library import LIBRARY
 # Seconds by the size of some work, such as rows, nodes or levels.
 Curve = Mapping[Annotated[int, Meta(ge=1, le=1024)], Annotated[float, Meta(gt=0, lt=1e4)]]
 T = TypeVar("T")
-# The config fields that do not change a step's time; those that begin with an underscore do not,
-# either.
+# The config fields that do not change a step's time. Fields that begin with an underscore do not
+# change it, either.
 NAMES = ("architectures", "transformers_version")
 # A timing thread computes or spins all the time. If it ran for less than this share of the time,
 # the machine was busy, and it is timed again after RETRY_AFTER seconds. It is not timed again at
@@ -129,6 +129,6 @@ def _digest_of(path: Path) -> str:
 
 
 def random_tokens(count: int, vocabulary: int, seed: int) -> torch.Tensor:
-    """Returns random token ids [count]; with a mixture of experts, a pass over different tokens reads more weights."""
+    """Returns random token ids [count]: in mixtures of experts, different tokens read more weights than equal ones."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocabulary, (count,), generator=generator)

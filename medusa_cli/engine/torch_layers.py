@@ -25,7 +25,7 @@ from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
 from medusa_cli.model.checks import FAULTS, probe_tokens
 from medusa_cli.model.masks import Masks
 
-# Tokens per pass that compares the layers with the network, at the first and the last positions.
+# Tokens in each pass that compares the layers with the network, at the first and at the last positions.
 TOKENS = 12
 # The allowed relative difference from the network's states, by number type.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -46,7 +46,7 @@ class Norm(nn.Module):
 
 
 def norm_of(module: Any) -> Norm:
-    """Returns a module's norm in fewer operations.
+    """Returns a Norm that computes a module's norm in fewer operations.
 
     Raises Unsupported unless the module is an RMS norm with gain w or 1 + w (Gemma).
     """
@@ -95,7 +95,7 @@ class Concatenated(nn.Module):
 
 
 def joined(linears: Sequence[Any]) -> nn.Module:
-    """Returns linear layers that read the same rows as one module; raises Unsupported for layers of other kinds."""
+    """Returns one module for linear layers that read the same rows; raises Unsupported for layers of other kinds."""
     kinds = {type(linear) for linear in linears}
     if kinds == {nn.Linear}:
         return Joined(linears)
@@ -183,8 +183,8 @@ class TorchLayer(nn.Module):
 class LayerInputs:
     """Holds what all layers read for R rows in each of B slots.
 
-    masks: by kind of layer. reads: the result of `columns_read`, or an empty list. cos, sin: by
-    rotary table. columns [B, R]: the columns in which each slot's rows are written.
+    masks: one per kind of layer. reads: the result of `columns_read`, or an empty list. cos, sin: one
+    per rotary table. columns [B, R]: the columns in which each slot's rows are written.
     """
 
     masks: list[Tensor]
@@ -195,9 +195,9 @@ class LayerInputs:
 
 
 class TorchEngine(LayoutEngine):
-    """Runs the layers of a transformers decoder; raises Unsupported if it does not know their parts.
+    """Runs the layers of a transformers decoder; raises Unsupported if layers have unknown parts.
 
-    The weights of each layer of the network are freed as soon as they are joined.
+    The network's own weights of each layer are freed as soon as they are joined.
     """
 
     name = "torch"
@@ -272,7 +272,7 @@ class TorchEngine(LayoutEngine):
         expected: the network's states by first position.
         """
         for first, states in expected.items():
-            # Tables of only these positions replace those of the first positions.
+            # These tables hold only these positions, at the indices of the first positions.
             positions = first + torch.arange(TOKENS, device=tokens.device)
             positions = positions.clamp(max=self.backbone.max_positions - 1)
             self._rotary = {
@@ -311,7 +311,7 @@ class TorchEngine(LayoutEngine):
             if inputs is None or x.shape[1] != rows:
                 inputs = self.inputs(x.shape[1], layout)
             tapped[after - 1] = x = self.run_layers(first, after, x, layout, cache, inputs)
-        # As in the network's list of states, those of the last layer follow the final norm.
+        # As in transformers' list of hidden states, the last layer's states are those after the final norm.
         tapped[-1] = x
         return x if taps == (-1,) else torch.cat([tapped[tap] for tap in taps], dim=-1), x
 

@@ -1,4 +1,4 @@
-"""The check that the library computes a model correctly: it compares a small random twin with transformers."""
+"""The check that the library computes a model correctly: on a small random twin, it must agree with transformers."""
 
 import copy
 from typing import Any
@@ -29,10 +29,10 @@ from medusa_cli.model.weights import NetworkWeights
 
 # Tokens of a pass over the twin.
 TOKENS = 20
-# The twin's attention window, shorter than a pass; its soft cap for scores, and its limit for
-# queries, keys and values, which they exceed.
+# The twin's attention window, which is shorter than a pass; its soft cap, which scores exceed; and
+# its limit for queries, keys and values, which these exceed.
 BOUNDS = {"sliding_window": 7, "attn_logit_softcapping": 2.0, "clip_qkv": 1.0}
-# Layers of the twin: with Gemma 3's pattern, they include both kinds.
+# The number of the twin's layers: with Gemma 3's pattern, they are of both kinds.
 LAYERS = 7
 # Upper bounds for other sizes in configs.
 SMALLER = {
@@ -46,7 +46,7 @@ SMALLER = {
     "shared_expert_intermediate_size": 96,
     "shared_intermediate_size": 96,
 }
-# Subtracted from A_log, so that delta nets forget slowly by exp(A_log) and states matter.
+# Is subtracted from A_log, so that delta nets, which forget by exp(A_log), forget slowly: states matter.
 SLOW = 3
 # The largest allowed relative difference of the twin's states.
 TOLERANCE = 1e-4
@@ -79,7 +79,7 @@ def twin_of(network: Any) -> Any:
         twin = _built(network, _small_config(network))
         _randomize(twin)
         twin._apply(_without_memory)
-    take_own_attention(twin)  # a backbone's network has our attention
+    take_own_attention(twin)  # a backbone's network may use this package's attention
     return twin.eval()
 
 

@@ -17,7 +17,7 @@ from medusa_cli.engine.state_cache import StateKey
 
 @contextmanager
 def following(modules: Sequence[Any], view: "View") -> Iterator[None]:
-    """Makes modules with a running state process the chain or tree of a view, within a context."""
+    """Makes modules with a running state process the chain or tree of a view while the context lasts."""
     own = [vars(module).get("forward") for module in modules]
     for module in modules:
         module.forward = partial(view.follow, module.layer_idx, module.forward)
