@@ -1,4 +1,4 @@
-"""The fields of all requests for an answer, with the names of OpenAI, vLLM and llama.cpp: sampling, stops, grammars."""
+"""The fields of all requests for an answer, as OpenAI, vLLM and llama.cpp name them: sampling, stops, grammars."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,8 @@ from medusa_cli.serve.schema import (
     TokenId,
 )
 
-# Limits: the characters of all stop strings and of a grammar or JSON schema, the numbers of end tokens and biases.
+# Limits of a request: the characters of all stop strings together, the numbers of stop token ids and of logit biases,
+# the characters of a grammar or JSON schema, and the absolute value of a bias.
 MAX_ALL_STOPS = 32_768
 MAX_STOP_IDS = 1024
 MAX_BIASES = 4096
@@ -41,7 +42,7 @@ BiasKey = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
 
 
 def check_biases(value: Any) -> Any:
-    """Raises ValueError for too many entries, before each of them is validated."""
+    """Raises ValueError for a logit bias with too many entries, before the entries are validated."""
     if isinstance(value, dict) and len(value) > MAX_BIASES:
         raise ValueError(f"has {len(value):,} entries; use at most {MAX_BIASES:,}")
     return value
@@ -50,8 +51,8 @@ def check_biases(value: Any) -> Any:
 class StreamOptions(Strict):
     """Options for streams.
 
-    include_usage: send a last chunk with the usage and no choice. continuous_usage_stats: then also send the usage so
-    far in each chunk.
+    include_usage: end the stream with a chunk that has the usage and no choice. continuous_usage_stats: with
+    include_usage, also send the usage so far in each chunk.
     """
 
     place = "stream_options."
@@ -69,14 +70,14 @@ Choices = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
 def choice_of(texts: Sequence[str]) -> str:
-    """Returns the grammar of a choice between texts."""
+    """Returns a Lark grammar that allows exactly one of some texts."""
     return "start: " + " | ".join(json.dumps(text) for text in texts)
 
 
 class ResponseFormat(Strict):
     """The form of the answer: any text, any JSON object, or JSON that follows a schema.
 
-    schema: the schema of a JSON object, as in llama.cpp's API.
+    schema: the schema that a JSON object must follow, a field of llama.cpp's API.
     """
 
     place = "response_format."
@@ -102,7 +103,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """A constraint on the answer, with vLLM's field names, of which only one may be given."""
+    """A constraint on the answer, under vLLM's field names. Only one of the fields may be given."""
 
     place = "structured_outputs."
     json_: Schema | None = Field(None, alias="json")
@@ -113,7 +114,7 @@ class StructuredOutputs(Strict):
 
     @property
     def source(self) -> Source:
-        """Returns the arguments of `Grammar.of` for the answer; raises UsageError for both a choice and a grammar."""
+        """Returns the arguments of `Grammar.of`; raises UsageError if both a choice and a grammar are given."""
         if self.choice and self.grammar:
             raise UsageError("@choice and @grammar constrain one answer", "leave one of them out")
         schema = ANY_OBJECT if self.json_object and self.json_ is None else self.json_
@@ -122,10 +123,10 @@ class StructuredOutputs(Strict):
 
 
 class Speculative(Strict):
-    """Controls whether an answer uses drafts, and whether the usage has figures about them.
+    """Says whether an answer uses drafts, and whether the usage reports figures about them.
 
-    enabled: false means plain decoding. figures: report the number of accepted draft tokens at each
-    position in the usage.
+    enabled: false means plain decoding. figures: report in the usage how many draft tokens were accepted at each
+    position.
     """
 
     place = "speculative."
@@ -159,9 +160,9 @@ class Common(Strict):
 
 
 def _bias_by_token(value: Any) -> Any:
-    """Returns a logit bias as a dict by token id (int) or text (str), from the forms of OpenAI and llama.cpp.
+    """Returns a logit bias as a dict from token ids (int) or texts (str) to biases.
 
-    Those are a dict by id or text, and a list of pairs. False bans a token.
+    Accepts OpenAI's and llama.cpp's forms: a dict from ids or texts, or a list of pairs. The bias False bans a token.
     """
     pairs: Any = value
     if isinstance(value, Mapping):
@@ -204,7 +205,7 @@ class Sampling(Common):
         ]
         | None
     ) = None
-    # Fields of vLLM and llama.cpp, where null means the model's default.
+    # Fields of vLLM and llama.cpp; null means the model's default.
     repetition_penalty: float | None = Field(
         None, gt=0, le=100, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
@@ -235,7 +236,7 @@ class Sampling(Common):
     @field_validator("stop", mode="before")
     @classmethod
     def _without_empty(cls, stop: Any) -> Any:
-        """Returns the stop strings without empty ones, which clients send for none."""
+        """Returns the stop strings without empty strings, which clients send to mean no stop string."""
         if isinstance(stop, list):
             return [text for text in stop if text != ""]
         return None if stop == "" else stop
@@ -260,7 +261,7 @@ class Sampling(Common):
 
     @property
     def forms(self) -> dict[str, Source]:
-        """Returns the arguments of `Grammar.of` for the answer, by the field that gives them; raises UsageError."""
+        """Returns, for each field that constrains the answer, the arguments of `Grammar.of`; raises UsageError."""
         forms: dict[str, Source] = {}
         if self.structured_outputs is not None:
             forms["structured_outputs"] = self.structured_outputs.source
@@ -284,7 +285,7 @@ class Sampling(Common):
 
     @property
     def followed(self) -> Grammar | None:
-        """Returns the grammar that the answer must follow, if any; raises UsageError if several differ."""
+        """Returns the grammar that the answer must follow, if any; raises UsageError if two fields disagree."""
         grammars = {field: Grammar.of(**source) for field, source in self.forms.items()}
         first = next(iter(grammars), None)
         for field, grammar in grammars.items():
@@ -295,7 +296,7 @@ class Sampling(Common):
 
 
 class Sampled(Sampling):
-    """The fields that only chats and completions have: several answers, and figures in addition to their text."""
+    """The fields that only chats and completions have: the number of answers, and outputs besides the text."""
 
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
@@ -311,7 +312,7 @@ class Sampled(Sampling):
 
 
 def _alike(first: Grammar | None, second: Grammar | None) -> bool:
-    """Returns True for grammars of the same text, or of equal JSON schemas."""
+    """Returns True for equal JSON schemas, and for grammars whose texts differ only in white space."""
     if first is None or second is None or first.kind != second.kind:
         return first == second
     if first.kind == "json_schema":

@@ -1,4 +1,4 @@
-"""The base class of formats with one answer: the answer whole, or line by line as it comes."""
+"""The base class of response formats with one answer, which is sent whole or as a stream of lines."""
 
 import json
 from abc import ABC, abstractmethod
@@ -9,7 +9,7 @@ from typing import Any
 from medusa_cli.serve.refusals import Refusal, failure
 from medusa_cli.serve.scheduler import WAITING, Event, Ticket
 
-# A comment, which clients of server-sent events skip.
+# A comment; clients of server-sent events skip comments.
 KEEP_ALIVE = ": keep-alive\n\n"
 
 
@@ -24,7 +24,7 @@ def sse(data: dict[str, Any], name: str | None = None) -> str:
 class AnswerFormat(ABC):
     """Formats the answer of one ticket.
 
-    media: the type of a stream. keep_alive: the line that is sent while there is nothing else, "" for none.
+    media: the media type of a stream. keep_alive: the line that a stream sends while the answer has nothing new, or "".
     """
 
     media = "text/event-stream"
@@ -43,10 +43,10 @@ class AnswerFormat(ABC):
 
     @abstractmethod
     def read(self, event: Event) -> Iterable[str]:
-        """Returns the lines of a stream for an event; after the last one, those that end the stream."""
+        """Returns the lines of a stream for an event; for the last event, also the lines that end the stream."""
 
     def failed(self, reason: Refusal) -> str:
-        """Returns the line of a stream for a failure."""
+        """Returns the line with which a stream reports a failure."""
         return sse(reason.body)
 
     async def stream(self, events: AsyncGenerator[tuple[int, Event]]) -> AsyncIterator[str]:

@@ -1,4 +1,4 @@
-"""The ASGI application: the routes of OpenAI, Anthropic, llama.cpp and Ollama, and of the server itself."""
+"""The ASGI application: the routes of the APIs of OpenAI, Anthropic, llama.cpp and Ollama, and the server's own."""
 
 import time
 from functools import partial
@@ -42,22 +42,22 @@ from medusa_cli.serve.templates import TemplateProcess
 from medusa_cli.serve.tokens import DetokenizeRequest, TokenizeRequest
 
 PAGE = Path(__file__).with_name("index.html")
-# The page may only run its own script and connect to this server.
+# The web page may run only its own script, and may connect only to this server.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 )
-# Origins of pages that this machine serves; other model servers allow them, too.
+# Origins of web pages that this machine serves; other model servers allow these origins, too.
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 STATUSES = (400, 401, 403, 404, 408, 413, 429, 500, 503)
 
 
 def refusals(body: type[BaseModel], *statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Returns the responses that refuse a request, for the schema."""
+    """Returns the refusals of a route by status, for the OpenAPI schema."""
     return {status: {"model": body} for status in statuses or STATUSES}
 
 
 def answers(body: type[BaseModel], media: str) -> dict[int | str, dict[str, Any]]:
-    """Returns the responses to a request for an answer, which may come as a stream, for the schema."""
+    """Returns the answers of a route, which may be streams of type `media`, and its refusals, for the OpenAPI schema."""
     return {**refusals(body), 200: {"content": {media: {}}}}
 
 
@@ -82,7 +82,7 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
     _add_own(app, scheduler, metrics)
     _add_refusals(app)
 
-    # CORS comes before the check of the key, because browsers send preflight requests without it.
+    # CORS comes before the check of the API key, because browsers send preflight requests without a key.
     allowed: Any = {"allow_origins": limits.cors, "allow_origin_regex": LOCAL_PAGES}
     any_method: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
     any_method["expose_headers"] = ["x-request-id", neutral.HEADER]
@@ -158,7 +158,7 @@ def _add_anthropic(app: FastAPI, handler: Handler) -> None:
 
 
 def _add_llama_cpp(app: FastAPI, handler: Handler) -> None:
-    """Adds the routes of llama.cpp's server, and of vLLM's for tokens."""
+    """Adds the routes of llama.cpp's server, and vLLM's routes for tokens."""
 
     @app.post("/completion", responses=ANSWERS)
     async def continued(body: LlamaRequest, http: HttpRequest) -> Any:
@@ -252,7 +252,7 @@ def _add_own(app: FastAPI, scheduler: Scheduler, metrics: Metrics) -> None:
 
 
 def _add_refusals(app: FastAPI) -> None:
-    """Lets each error be answered in the form of the API that was called."""
+    """Adds handlers that answer each error in the format of the API that was called."""
 
     @app.exception_handler(Refusal)
     async def refused(http: HttpRequest, reason: Refusal) -> Response:

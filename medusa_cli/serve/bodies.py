@@ -1,4 +1,4 @@
-"""Parsing of request bodies: large ones in a thread, because they would hold up all other clients."""
+"""The parsing of request bodies; large bodies are parsed in a thread, so that other clients need not wait."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 
 from medusa_cli.serve.refusals import refusal_for_body
 
-# Bodies of fewer bytes are parsed at once, which takes some milliseconds.
+# Bodies with fewer bytes are parsed in the event loop, which takes some milliseconds.
 SMALL = 16 << 10
 
 
@@ -36,7 +36,7 @@ class BodyRoute(APIRoute):
 
 
 class BodyRequest(Request):
-    """A request whose body, if it is large, comes as a validated model instead of JSON."""
+    """A request whose `json` returns a validated model, instead of parsed JSON, if the body is large."""
 
     def __init__(self, request: Request, model: TypeAdapter[Any], lock: asyncio.Lock) -> None:
         super().__init__(request.scope, request.receive)

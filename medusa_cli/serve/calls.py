@@ -1,4 +1,4 @@
-"""Finds the tool calls in an answer's text; the text outside of them is its content."""
+"""Finds the tool calls in an answer's text; the text outside the calls is the answer's content."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
-# These are tokens in some vocabularies, and plain text in others.
+# Markers, which are tokens in some vocabularies and plain text in others.
 BEGIN = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 END = "</tool_call>"
 MARKERS = (*BEGIN, END, "[ARGS]", "[CALL_ID]")
@@ -19,13 +19,13 @@ _BETWEEN = re.compile(r"[\s,;}\]]*")
 _FENCE = re.compile(r"```[\w-]*\s*")
 _LIST = re.compile(r"\[\s*")
 _LIST_END = re.compile(r"\s*\]")
-# Other keys than the name with which small models begin a call.
+# How small models begin a call whose first key is not the name.
 _OTHER_HEADS = ('{"type":"function"', '{"arguments":{', '{"parameters":{')
 _decode = json.JSONDecoder().raw_decode
 
 
 class Call(NamedTuple):
-    """A call in a text. end: the position after it, None while it may continue."""
+    """A call in a text. end: the position after the call, None while the call may continue."""
 
     name: str
     arguments: str
@@ -37,10 +37,9 @@ def read_calls(
 ) -> tuple[str, list[tuple[str, str]]]:
     """Returns an answer's content so far, and its calls (name, arguments), as far as both are certain.
 
-    A call begins with a marker of any style, or at the start of the answer, where it may be in a
-    code fence. Text that does not call a tool in `names` is content. last: the answer ends here;
-    otherwise the arguments of the last call may continue. A call that is cut off by the end of the
-    answer is content, too, unless it is one of the first `sent` calls, which the client already has.
+    A call follows a marker of any style, or begins the answer, perhaps in a code fence. Text that does not call a tool
+    in `names` is content. last: the text is the whole answer; otherwise the arguments of the last call may continue.
+    sent: the number of calls that the client already has. Other calls that the end of the answer cuts off are content.
     """
     reader = _TextReader(text, names, last, sent)
     reader.read()
@@ -55,7 +54,7 @@ def end_of_first_call(text: str, names: Collection[str]) -> int | None:
 
 
 class _TextReader:
-    """Holds the position in an answer's text, and the content and calls before it."""
+    """Holds the position in an answer's text, and the content and calls before this position."""
 
     def __init__(self, text: str, names: Collection[str], last: bool, sent: int) -> None:
         self.content = ""
@@ -67,20 +66,20 @@ class _TextReader:
         self._at = 0
         # Text from here on is content unless it becomes a call.
         self._start = 0
-        # A marker or a call precedes the position, so other forms of calls may follow.
+        # True after a marker or a call; from there on, calls may have more forms.
         self._marked = False
         self._fenced = False
         self._listed = False
 
     def read(self) -> None:
-        """Reads the text as far as it is certain."""
+        """Reads the text up to the first part that may be content or the beginning of a call."""
         while self._read_calls() and self._skip_to_marker():
             pass
 
     def _skip_to_marker(self) -> bool:
         """Adds the text before the next marker to the content, and moves to the marker.
 
-        Returns False if there is no other marker so far.
+        Returns False if the text has no further marker so far.
         """
         begin = _BEGIN.search(self._text, self._at)
         if begin:
@@ -98,7 +97,7 @@ class _TextReader:
         return begin is not None
 
     def _read_calls(self) -> bool:
-        """Reads calls until other text follows; returns False if the text so far ends among them."""
+        """Reads calls until other text follows; returns False if the text so far ends before any other text."""
         while True:
             if self._listed and (closed := _LIST_END.match(self._text, self._at)):
                 self._start = self._at = closed.end()
@@ -134,15 +133,15 @@ class _TextReader:
             self._marked = True
 
     def _drop_cut_call(self, at: int) -> None:
-        """Makes a call that the end of the answer cuts off content."""
+        """Turns a call that the end of the answer cut off into content."""
         self.calls.pop()
         marked = _BEGIN.match(self._text, self._start)
         self.content += self._text[self._start if marked or not self.calls else at :]
 
     def _call_at(self, at: int) -> Call | bool:
-        """Returns the call at a position, which a fence or a list may hold.
+        """Returns the call at a position, perhaps within a code fence or a list.
 
-        For other text, returns True if it may become a call.
+        If the text there is not a call, returns whether it may become one.
         """
         text = self._text
         rest = text[at : at + len(END) + len(FENCE)]
@@ -164,10 +163,10 @@ class _TextReader:
 
 
 def call_at(text: str, at: int, names: Collection[str], marked: bool, last: bool) -> Call | bool:
-    """Returns the call that begins at a position; for other text, returns True if it may become one.
+    """Returns the call that begins at a position; if there is none, returns whether the text may become a call.
 
-    marked: a marker or a call precedes it. The arguments of a call without a marker must follow its
-    name, so that other JSON is not mistaken for one.
+    marked: a marker or a call precedes the position. Otherwise a call's arguments must follow its name, so that other
+    JSON is not mistaken for a call.
     """
     if not text.startswith("{", at):
         return marked and _call_by_args(text, at, names)
@@ -195,7 +194,7 @@ def call_at(text: str, at: int, names: Collection[str], marked: bool, last: bool
 def read_head(text: str, at: int, names: Collection[str]) -> tuple[str, int] | bool:
     """Returns the name of the call whose JSON begins at a position, and the position of its arguments.
 
-    For other text, returns True if it may become the beginning of such a call.
+    For other text, returns whether it may become the beginning of a call.
     """
     name = ""
     quoted = [f'"{name}"' for name in names]
@@ -212,7 +211,7 @@ def read_head(text: str, at: int, names: Collection[str]) -> tuple[str, int] | b
 
 
 def _call_by_args(text: str, at: int, names: Collection[str]) -> Call | bool:
-    """Returns the call at a position whose name stands before `[ARGS]`, like `call_at`."""
+    """Returns the same as `call_at`, for a call whose name stands before `[ARGS]`."""
     head = _ARGS_HEAD.match(text, at)
     if head and head[1] in names:
         end = _end(text, head.end())
@@ -224,9 +223,9 @@ def _call_by_args(text: str, at: int, names: Collection[str]) -> Call | bool:
 
 
 def _close(text: str, start: int, end: int, last: bool) -> int | None:
-    """Returns the end of the call's object that begins at `start`, given the end of its arguments.
+    """Returns the end of a call's object, which begins at `start`; end: the end of the call's arguments.
 
-    Returns None while the object may continue. Small models sometimes omit its last bracket.
+    Returns None while the object may continue. Small models sometimes omit the object's last bracket.
     """
     whole = _end(text, start)
     rest = text[end:].lstrip()
@@ -244,7 +243,7 @@ def _end(text: str, start: int) -> int | None:
 
 
 def _whole_call(call: Any, names: Collection[str], marked: bool) -> tuple[str, str] | None:
-    """Returns the name and arguments of a complete call, with its keys in any order or its arguments as a text."""
+    """Returns the name and arguments of a complete call; the keys may have any order, the arguments may be a text."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]
     if not isinstance(call, dict) or call.get("name") not in [*names]:
@@ -260,7 +259,7 @@ def _whole_call(call: Any, names: Collection[str], marked: bool) -> tuple[str, s
 def in_order(delta: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the parts of a delta in the order of the answer.
 
-    They are ("content", text), ("call", the beginning of a call) and ("arguments", text of the last call).
+    The parts are ("content", text), ("call", the beginning of a call) and ("arguments", text of the last call).
     """
     calls = list(delta.get("tool_calls", ()))
     while calls and "id" not in calls[0]:  # the rest of the open call
@@ -280,7 +279,7 @@ class CallReader:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._text = ""
-        # Characters sent of the content, and of the last call's arguments.
+        # Numbers of characters sent: of the content, and of the last call's arguments.
         self._sent = 0
         self._arguments = 0
         self.count = 0
@@ -297,7 +296,7 @@ class CallReader:
         for index in range(max(0, self.count - 1), len(calls)):
             name, arguments = calls[index]
             if index == self.count:
-                # As long as Mistral's ids.
+                # Mistral's ids have nine characters, too.
                 id = secrets.token_hex(5)[:9]
                 function = {"name": name, "arguments": arguments}
                 parts.append({"index": index, "id": id, "type": "function", "function": function})

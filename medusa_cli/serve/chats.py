@@ -36,14 +36,14 @@ class Function(Strict):
 
 
 def functions_of(tools: Any) -> Any:
-    """Returns the functions among tools; those that only their provider could run are ignored and noted."""
+    """Returns the functions among tools; leaves out and notes tools that only their provider could run."""
     return without_types(
         tools, Tool.place, lambda kind: isinstance(kind, str) and kind != "function"
     )
 
 
 class Tool(Strict):
-    """A tool of the only supported type."""
+    """A tool of the only supported type, a function."""
 
     place = "tools[]."
     type: Literal["function"]
@@ -61,7 +61,7 @@ class Tool(Strict):
 
 
 class CalledFunction(Strict):
-    """A function that an answer called. If the end of the answer cut off its arguments, they are not valid JSON."""
+    """A function that an answer called. If the end of the answer cut off the arguments, they are not valid JSON."""
 
     place = "messages[].tool_calls[].function."
     name: str
@@ -101,7 +101,7 @@ class FunctionName(Strict):
 
 
 class NamedTool(Strict):
-    """The choice of one tool."""
+    """The value of `tool_choice` that names the tool to call."""
 
     place = "tool_choice."
     type: Literal["function"]
@@ -109,12 +109,12 @@ class NamedTool(Strict):
 
 
 def named_tool(name: str) -> dict[str, Any]:
-    """Returns the choice of a tool as a field of a body."""
+    """Returns the value of `tool_choice` that names a tool."""
     return {"type": "function", "function": {"name": name}}
 
 
 class ToolSubset(Strict):
-    """The tools that an answer may call, or with the mode "required" must call."""
+    """The tools that an answer may call. With the mode "required", it must call one of them."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
@@ -145,7 +145,7 @@ ToolChoice = Annotated[
 
 
 class Message(Strict):
-    """A turn of a conversation. refusal: used if there is no content. function_call: a call in OpenAI's old format."""
+    """A turn of a conversation. refusal: used if content is missing. function_call: a call in OpenAI's old format."""
 
     place = "messages[]."
     unserved = {"reasoning": neutral.unless_given("reasoning_content")}
@@ -200,7 +200,7 @@ class Message(Strict):
 class TemplateOptions(Strict):
     """Variables of the chat template.
 
-    thinking, reasoning: other forms of enable_thinking and reasoning_effort.
+    thinking, reasoning: other ways to set enable_thinking and reasoning_effort.
     """
 
     chat_template_kwargs: dict[str, Any] = Field(
@@ -346,9 +346,9 @@ class ChatRequest(Sampled, Conversation):
 
     @property
     def echoed(self) -> str:
-        """Returns the text that precedes the answer, which is empty without `echo`.
+        """Returns the text that is sent before the answer; it is empty without `echo`.
 
-        With `echo` it is the last message, if that is an assistant's or if no generation prompt is added.
+        With `echo`, it is the last message's text, if the assistant wrote it or if no generation prompt is added.
         """
         last = self.messages[-1]
         own = last.role == "assistant" or not self.template["add_generation_prompt"]

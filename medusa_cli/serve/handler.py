@@ -31,15 +31,15 @@ from medusa_cli.serve.tools import template_of
 Translation = TypeVar(
     "Translation", ChatRequest, CompletionRequest, ChatRequest | CompletionRequest
 )
-# Returns the format of an answer, given its ticket.
+# Returns the format of an answer, given the answer's ticket.
 Shape = Callable[[Ticket], AnswerFormat]
-# Seconds without an event after which a stream sends a line that keeps clients waiting.
+# Seconds without an event after which a stream sends a line, so that clients keep waiting.
 KEEP_ALIVE_S = 5.0
 
 
 @contextmanager
 def renamed(fields: Mapping[str, str]) -> Iterator[None]:
-    """Gives the refusals of chats and completions the names of fields in another API."""
+    """Replaces the field names of chats and completions in refusals with those of another API."""
     try:
         yield
     except Refusal as refusal:
@@ -47,7 +47,7 @@ def renamed(fields: Mapping[str, str]) -> Iterator[None]:
 
 
 async def translated(body: BaseModel, translate: Callable[[], Translation]) -> Translation:
-    """Returns the chat or completion that a request to another API expresses; raises Refusal."""
+    """Returns the chat or completion that is equivalent to a request to another API; raises Refusal."""
     await run_in_threadpool(check_whole, body)
     try:
         translation = await run_in_threadpool(translate)
@@ -58,7 +58,7 @@ async def translated(body: BaseModel, translate: Callable[[], Translation]) -> T
 
 
 class LargeResponse(JSONResponse):
-    """A JSON response that may be large; it is written piece by piece, so that other threads can run meanwhile."""
+    """A JSON response that may be large, and is encoded piece by piece, so that other threads can run meanwhile."""
 
     def render(self, content: Any) -> bytes:
         encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -115,7 +115,7 @@ class Handler:
     ) -> Response:
         """Returns the whole answer, or a stream of it, in the requested format; raises Refusal.
 
-        shape: returns the format, None for OpenAI's of chats and completions.
+        shape: makes the format from a ticket; None means OpenAI's format of chats and completions.
         """
         await run_in_threadpool(check_whole, body)
         body.model = body.model or self.names[0]
@@ -153,7 +153,7 @@ class Handler:
     async def continued(
         self, body: LlamaSampling, prompt: str | list[int], receive: Receive
     ) -> Response:
-        """Returns the answer to a prompt as llama.cpp does; raises Refusal."""
+        """Returns the answer to a prompt in llama.cpp's format; raises Refusal."""
         completion = await translated(body, partial(body.completion, prompt))
         name = completion.model or self.names[0]
         return await self.answer(
@@ -161,7 +161,7 @@ class Handler:
         )
 
     async def infill(self, body: InfillRequest, receive: Receive) -> Response:
-        """Returns the text between two others as llama.cpp does; raises Refusal."""
+        """Returns the text between two others in llama.cpp's format; raises Refusal."""
         await run_in_threadpool(check_whole, body)
         prompt = await self.preparation.infill(body)
         body.stop_token_ids = [*body.stop_token_ids, *infill_ends(self.backbone)]
@@ -173,9 +173,10 @@ class Handler:
         return len(tokens)
 
     async def truncate(self, chat: ChatRequest) -> None:
-        """Drops the oldest messages, except system messages, until the rest fits in the context; raises Refusal.
+        """Drops the oldest turns until the rest fits in the context; raises Refusal.
 
-        A turn begins with a message of the user, and is dropped as a whole. The last one always stays.
+        A turn begins with a user's message, and is dropped as a whole. The system messages at the start and the last
+        turn always stay.
         """
         messages = chat.messages
         first = next((i for i, turn in enumerate(messages) if not turn.is_system), 0)
@@ -192,7 +193,7 @@ class Handler:
         chat.messages = [*messages[:first], *messages[([first, *starts])[low] :]]
 
     async def tokenize(self, body: TokenizeText | TokenizeChat) -> dict[str, Any]:
-        """Returns the token ids of a text or a conversation, as vLLM and llama.cpp name them; raises Refusal."""
+        """Returns the token ids of a text or a conversation, under vLLM's and llama.cpp's names; raises Refusal."""
         await run_in_threadpool(check_whole, body)
         [tokens] = await self.preparation.encode(body)
         tokenizer = self.backbone.tokenizer
@@ -211,7 +212,7 @@ class Handler:
         }
 
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
-        """Returns the text of token ids, special tokens included, as vLLM and llama.cpp name it; raises Refusal."""
+        """Returns the text of token ids, with special tokens, under vLLM's and llama.cpp's names; raises Refusal."""
         [tokens] = await self.preparation.encode(body)
         text = await run_in_threadpool(self.backbone.tokenizer.decode, tokens)
         return {"prompt": text, "content": text}
@@ -220,7 +221,7 @@ class Handler:
 async def _until_gone(
     tickets: list[Ticket], events: asyncio.Queue[tuple[int, Event]], receive: Receive
 ) -> AsyncGenerator[tuple[int, Event]]:
-    """Yields the events of all choices, and WAITING while there is none.
+    """Yields the events of all choices, each with its choice's index; yields WAITING while there is no event.
 
     If the client disconnects or stops reading, its slots are freed.
     """

@@ -1,4 +1,4 @@
-"""Prompts that ask for the text between two others, which use some models' tokens for it."""
+"""Prompts for the text between two others, with the tokens that a model has for filling in the middle."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,11 +21,12 @@ TOKENS = (
 FILE_TOKENS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"))
 # Tokens after the middle; models do not list them among the tokens that end an answer.
 END_TOKENS = ("<|fim_pad|>", "<fim_pad>", *(token for pair in FILE_TOKENS for token in pair))
-MIN_SUFFIX = 1 / 4  # the share of a prompt that is too long
+# The suffix keeps at least this share of a prompt that must be shortened.
+MIN_SUFFIX = 1 / 4
 
 
 class File(NamedTuple):
-    """A part of another file."""
+    """A part of another file, and the file's name."""
 
     name: str
     text: str
@@ -40,8 +41,8 @@ def infill_ids(
 ) -> list[int]:
     """Returns the token ids of a prompt for the text between two others.
 
-    files: parts of other files, which come first. room: the maximum number of tokens; of a longer prompt, the text
-    around the middle is kept. Raises UsageError if the model has no tokens for filling in the middle.
+    files: parts of other files, which come first. room: the maximum number of tokens; a longer prompt is cut to the
+    text nearest to the middle. Raises UsageError if the model has no tokens for filling in the middle.
     """
     known = _known(backbone, TOKENS)
     if known is None:
@@ -71,7 +72,7 @@ def can_infill(backbone: Backbone) -> bool:
 
 
 def _known(backbone: Backbone, names: Sequence[tuple[str, ...]]) -> list[int] | None:
-    """Returns the ids of the first tokens that are all in the vocabulary."""
+    """Returns the ids of the first group of tokens in `names` that is all in the vocabulary, or None."""
     vocabulary = backbone.tokenizer.get_vocab()
     for tokens in names:
         if all(token in vocabulary for token in tokens):
@@ -80,7 +81,7 @@ def _known(backbone: Backbone, names: Sequence[tuple[str, ...]]) -> list[int] | 
 
 
 def _file_ids(backbone: Backbone, files: Sequence[File]) -> list[int]:
-    """Returns the token ids of parts of other files, in the form that llama.cpp gives them."""
+    """Returns the token ids of parts of other files, in llama.cpp's form."""
     known = _known(backbone, FILE_TOKENS)
     if known is None:
         text = "".join(f"\n\n--- snippet ---\n\n{file.text}" for file in files)
@@ -93,5 +94,5 @@ def _file_ids(backbone: Backbone, files: Sequence[File]) -> list[int]:
 
 
 def _end(tokens: list[int], count: int) -> list[int]:
-    """Returns the last tokens."""
+    """Returns the last `count` tokens."""
     return tokens[max(0, len(tokens) - count) :]

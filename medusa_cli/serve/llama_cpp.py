@@ -1,4 +1,4 @@
-"""llama.cpp's own completions: request bodies, their conversion to completions, and answers."""
+"""llama.cpp's own completions: request bodies, their conversion to OpenAI's completions, and answers."""
 
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ MAX_FIELDS = 128
 
 
 class LlamaSampling(Sampling):
-    """The fields of all of llama.cpp's completions. Its time limits are ignored."""
+    """The fields that all of llama.cpp's completions share. The time limit t_max_predict_ms is ignored."""
 
     unserved = {
         name: check for name, check in neutral.REQUEST.items() if name != "t_max_predict_ms"
@@ -62,7 +62,7 @@ class ExtraFile(Strict):
 
 
 class InfillRequest(LlamaSampling):
-    """The body of /infill. prompt: text after input_prefix, such as the line up to the cursor."""
+    """The body of /infill. prompt: the text after input_prefix, such as the line up to the cursor."""
 
     input_prefix: str = ""
     input_suffix: str = ""
@@ -78,7 +78,7 @@ class InfillRequest(LlamaSampling):
         return [File(file.filename, file.text) for file in self.input_extra]
 
     def room(self, context: int) -> int:
-        """Returns the number of tokens that the prompt may have."""
+        """Returns the maximum number of tokens of the prompt."""
         quarter = context // 4
         return context - (quarter if self.n_predict < 0 else min(max(self.n_predict, 1), quarter))
 
@@ -143,14 +143,14 @@ class LlamaFormat(AnswerFormat):
 
 
 def _at(body: Any, field: str) -> Any:
-    """Returns a value within an object, given its path with slashes."""
+    """Returns the value at a path of names with slashes between them, or None."""
     for name in field.split("/"):
         body = body.get(name) if isinstance(body, dict) else None
     return body
 
 
 def timings(ticket: Ticket) -> dict[str, float]:
-    """Returns the tokens and milliseconds of a prompt and its answer."""
+    """Returns the numbers of tokens and the milliseconds of a prompt and its answer, under llama.cpp's names."""
     stats = ticket.answer.stats
     counts = {"prompt": len(ticket.request.prompt) - ticket.reused, "predicted": stats.tokens}
     seconds = {"prompt": stats.prefill_s, "predicted": stats.draft_s + stats.verify_s}

@@ -35,13 +35,13 @@ FIELDS = {
     "response_format": "output_config",
     "parallel_tool_calls": "tool_choice",
 }
-# Blocks of tools that only their provider could run.
+# Types of blocks that the model does not read: thoughts, and blocks of tools that only their provider could run.
 DROPPED = (*THOUGHTS, "server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
 PING = sse({"type": "ping"}, "ping")
 
 
 class Block(Strict):
-    """A block of a message's content, with the text that it may have."""
+    """A block of text in a message's content."""
 
     place = "messages[].content[]."
     type: Literal["text"]
@@ -105,7 +105,7 @@ class Turn(Strict):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Returns the messages of a chat, in which results of tools are separate messages."""
+        """Returns the turn as messages of a chat, in which results of tools are separate messages."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         messages: list[dict[str, Any]] = []
@@ -143,7 +143,7 @@ class InputTool(Strict):
 
 
 class Choice(Strict):
-    """The choice of whether the answer calls a tool, and which one."""
+    """The value of `tool_choice`: whether the answer calls a tool, and which tool."""
 
     place = "tool_choice."
     type: Literal["auto", "any", "tool", "none"]
@@ -179,7 +179,7 @@ class MessagesRequest(Sampling):
     @field_validator("tools", mode="before")
     @classmethod
     def _own(cls, tools: Any) -> Any:
-        """Returns the tools that the client runs; those of the provider are ignored and noted."""
+        """Returns the tools that the client runs; leaves out and notes the provider's tools."""
         return without_types(
             tools, InputTool.place, lambda kind: isinstance(kind, str) and kind != "custom"
         )
@@ -216,7 +216,7 @@ class MessagesRequest(Sampling):
 
 
 class MessagesFormat(AnswerFormat):
-    """Formats the answer to one request as content blocks, and as the events that announce them."""
+    """Formats the answer to one request as content blocks, and as the events that announce the blocks."""
 
     keep_alive = PING
 
@@ -234,7 +234,7 @@ class MessagesFormat(AnswerFormat):
             "stop_reason": None,
             "stop_sequence": None,
         }
-        # The blocks so far; the input of a call is a text.
+        # The blocks so far; the input of a call is kept as a text.
         self._blocks: list[dict[str, Any]] = []
 
     def whole(self) -> dict[str, Any]:
@@ -285,7 +285,7 @@ class MessagesFormat(AnswerFormat):
         return events
 
     def _open(self, block: dict[str, Any]) -> list[str]:
-        """Opens a block; returns the events, after the one that closes the block before."""
+        """Closes the previous block, if any, and opens another; returns the events."""
         index = len(self._blocks)
         events = [_event("content_block_stop", index=index - 1)] if index else []
         self._blocks.append(block)
@@ -316,7 +316,7 @@ class MessagesFormat(AnswerFormat):
 
 
 def _input_of(arguments: str) -> dict[str, Any]:
-    """Returns the arguments of a call; an empty object if they are not an object."""
+    """Returns the arguments of a call as an object; an empty object if the text is not a JSON object."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

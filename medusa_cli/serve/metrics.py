@@ -22,10 +22,10 @@ def add_positions(accepted_at: list[int], step: Step) -> None:
 
 
 class SpeculativeCounters(Collector):
-    """Counts drafts as vLLM does and under vLLM's names, which its benchmarks and other tools read.
+    """Counts drafts as vLLM does and under vLLM's names, because vLLM's benchmarks and other tools read them.
 
     All nodes of a draft tree except the root count as draft tokens. The counts are not Counters, because a Counter
-    also exports its creation time. vLLM's benchmarks add up all lines of a name, and would add that time.
+    also exports its creation time. vLLM's benchmarks add up all lines of a name, and this time would enter the sum.
     """
 
     def __init__(self, model: str) -> None:
@@ -60,7 +60,7 @@ class SpeculativeCounters(Collector):
 
 
 class Metrics:
-    """Holds one server's metrics in a separate registry. The code that produces a number updates it here."""
+    """Holds one server's metrics in a separate registry. The code that measures a value updates its metric here."""
 
     def __init__(self, model: str = "") -> None:
         self._registry = CollectorRegistry()
@@ -112,7 +112,7 @@ class Metrics:
         )
 
     def count(self, step: Step, kind: str = "completion") -> None:
-        """Adds one step of one sequence to the counts; kind: that of its request."""
+        """Adds one step of one sequence to the counts; kind: the kind of the sequence's request."""
         self._generated.inc(len(step.tokens))
         self._speculative.count(step)
         if step.path:

@@ -23,7 +23,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 OPEN = ("/health", "/metrics", "/openapi.json", "/version", "/")  # served without a key
-# Also below /v1.
+# Paths that are served below /v1, too.
 ANSWERING = (
     *("/chat/completions", "/completions", "/responses"),
     *("/models", "/messages", "/messages/count_tokens"),
@@ -42,13 +42,13 @@ class Limits:
     """Holds the names, keys and limits of a server.
 
     host: the address or name that the server listens on, "" for a Unix socket. allowed_hosts: further names under which
-    clients may reach it. slots: the number of requests that are decoded concurrently. waiting: the maximum number of
-    requests in the queue. max_body: the largest body in bytes. Time limits for a client in seconds: head_s for a
-    request's head, body_s for its body, read_s without reading the answer, idle_s between two requests. context: the
-    maximum number of tokens of a prompt and its answer together, None for the model's. share: the maximum tokens of
-    prompt and answer for a request without its own limit, None for the context. max_new_tokens: the longest answer,
-    None for the rest of the context. template_s: the time limit for rendering the chat template. temperature: the
-    default for requests that give none. cors: origins whose web pages may use the server.
+    clients may reach the server. slots: the number of requests that are decoded concurrently. waiting: the maximum
+    number of requests in the queue. max_body: the largest body in bytes. Time limits for a client in seconds: head_s to
+    send a request's head, body_s to send its body, read_s without reading the answer, idle_s between two requests.
+    context: the maximum number of tokens of a prompt and its answer together, None for the model's. share: the same
+    maximum for a request that sets no limit, None for the context. max_new_tokens: the maximum number of tokens of an
+    answer, None for the rest of the context. template_s: the time limit for rendering the chat template. temperature:
+    the default for requests that give none. cors: origins whose web pages may use the server.
     """
 
     names: tuple[str, ...]
@@ -77,9 +77,8 @@ class Limits:
 class Middleware:
     """Passes requests on with their whole body.
 
-    Refuses a wrong key, and a body that is too large or too slow. If the server has no keys, refuses
-    an unknown Host, because a web page whose name is made to point to this machine (DNS rebinding)
-    must not use the model.
+    Refuses a wrong key, and a body that is too large or arrives too slowly. If the server has no keys, refuses an
+    unknown Host: otherwise a web page whose name is made to point to this machine (DNS rebinding) could use the model.
     """
 
     def __init__(self, app: Any, limits: Limits, metrics: Metrics) -> None:
@@ -107,7 +106,7 @@ class Middleware:
                 status = message["status"]
                 answered = MutableHeaders(scope=message)
                 answered["x-request-id"] = request_id
-                # The name in Anthropic's API.
+                # The header's name in Anthropic's API.
                 answered["request-id"] = request_id
                 if ignored:
                     answered[neutral.HEADER] = ", ".join(ignored)
@@ -141,13 +140,13 @@ class Middleware:
         async def replay() -> Message:
             return unread.pop() if unread else await receive()
 
-        # Uvicorn omits the body for HEAD.
+        # Uvicorn omits the body of a response to HEAD.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         await self._app({**scope, "method": method}, replay, counted)
 
     def _check_host(self, headers: Headers) -> None:
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
-        # Browsers always send this header, and cannot connect to a Unix socket.
+        # Browsers always send the Host header, and cannot connect to a Unix socket.
         own = (self._limits.host, *self._limits.allowed_hosts)
         if not self._limits.host or host in ("", "localhost", *(name.lower() for name in own)):
             return
@@ -169,7 +168,7 @@ class Middleware:
             raise Refusal(401, text, code="invalid_api_key")
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """Returns the whole body, or None if the client disconnects early; raises Refusal if it is too large."""
+        """Returns the whole body, or None if the client disconnects early; raises Refusal if the body is too large."""
         limit = self._limits.max_body
         too_large = Refusal(413, f"the body is larger than {limit:,} bytes", code="too_large")
         length = headers.get("content-length", "0")

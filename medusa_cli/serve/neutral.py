@@ -1,7 +1,8 @@
 """Request fields that would change the answer and are not served, with the values that change nothing.
 
-Clients send fields of many servers. A field that no model declares is ignored, and named in the log and in a header of
-the response. If the field is in one of these tables, a value that would change the answer is refused by name.
+Clients send fields that only other servers know. A field that no request model declares is ignored, and named in the
+log and in a header of the response. If a field is in one of these tables and its value would change the answer, the
+request is refused, and the refusal names the field.
 """
 
 import logging
@@ -14,7 +15,7 @@ from medusa_cli.errors import cut
 # Returns True if a value changes nothing; receives the value and the object that contains it.
 Check = Callable[[Any, Mapping[str, Any]], bool]
 Table = Mapping[str, Check]
-# Fields that the current request gives and that are ignored, in order; None outside of requests.
+# Ignored fields of the current request, in order; None outside of requests.
 ignored: ContextVar[dict[str, None] | None] = ContextVar("ignored", default=None)
 HEADER = "x-medusa-ignored-fields"
 LONGEST_NAME = 60
@@ -37,7 +38,7 @@ def only(*values: Any) -> Check:
 
 
 def unless_given(field: str) -> Check:
-    """Returns a check that accepts any value if another field is given, which is used instead."""
+    """Returns a check that accepts any value if another field is given, because that field is used instead."""
 
     def check(value: Any, fields: Mapping[str, Any]) -> bool:
         return field in fields
@@ -69,7 +70,7 @@ def one_of_each(value: Any, fields: Mapping[str, Any]) -> bool:
 
 
 def without_penalty(value: Any, fields: Mapping[str, Any]) -> bool:
-    """Returns True for a penalty window that covers the whole text, as it does here, or that no penalty uses."""
+    """Returns True for a penalty window that covers the whole text, as it always does here, or if no penalty is set."""
     given = (fields.get(name) for name in ("repeat_penalty", "repetition_penalty", "rep_pen"))
     others = fields.get("presence_penalty") or fields.get("frequency_penalty")
     return only(-1)(value, fields) or (
@@ -82,7 +83,7 @@ def named(check: Check, fields: str) -> dict[str, Check]:
     return dict.fromkeys(fields.split(), check)
 
 
-# Sampling and search methods, and outputs, that are not served.
+# Methods of sampling and search, and outputs, that are not served, with the values that leave them off.
 UNSERVED = {
     **named(
         only(0),
@@ -106,7 +107,7 @@ UNSERVED = {
     **named(without_penalty, "repeat_last_n repetition_penalty_range"),
     "best_of": one_of_each,
 }
-# Fields that are used, with the values that clients send to leave them unset.
+# Fields that are served, with the values that clients send to leave them unset.
 LEFT_OUT = {**named(only(-1), "top_k seed"), "logprobs": only(False)}
 REQUEST: Table = {**UNSERVED, **LEFT_OUT}
 CHAT: Table = {
@@ -128,7 +129,7 @@ RESPONSES: Table = {
 
 
 def note(fields: Iterable[str]) -> None:
-    """Records fields that are ignored for the response's header, and logs each of them once."""
+    """Records ignored fields for the response's header, and logs each field once."""
     here = ignored.get()
     for field in fields:
         name = ascii(cut(field, LONGEST_NAME))[1:-1].replace(",", " ")

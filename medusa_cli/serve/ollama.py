@@ -21,7 +21,7 @@ from medusa_cli.serve.scheduler import Event, Ticket
 from medusa_cli.serve.schema import MAX_TOOLS, OBJECT, TEXT, Strict
 from medusa_cli.serve.tools import template_of
 
-# The version of Ollama whose API this is; clients refuse much older ones.
+# The version of Ollama whose API this is; clients refuse much older versions.
 VERSION = "0.6.4"
 # Field names of Ollama, by the equivalent fields of chats and completions.
 FIELDS = {"max_tokens": "options.num_predict", "json_schema": "format", "response_format": "format"}
@@ -46,7 +46,7 @@ class OllamaMessage(Strict):
 
     @property
     def chat_message(self) -> dict[str, Any]:
-        """Returns the message of a chat; results of tools have no id here."""
+        """Returns the message as a chat has it; in Ollama's API, results of tools have no id."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.role == "tool":
             message |= {"tool_call_id": "", "name": self.tool_name}
@@ -56,7 +56,7 @@ class OllamaMessage(Strict):
 
 
 class OllamaRequest(Strict):
-    """The fields of both kinds of requests."""
+    """The fields that the bodies of /api/chat and /api/generate share."""
 
     model: str | None = None
     stream: bool = True
@@ -76,7 +76,7 @@ class OllamaRequest(Strict):
         options = self.options
         shared = {*Sampling.model_fields} & options.model_fields_set - {"model", "stream"}
         body = options.model_dump(include=shared, by_alias=True)
-        # Ollama's clients add a tag.
+        # Ollama's clients add the tag :latest to a model's name.
         model = self.model and self.model.removesuffix(":latest")
         body |= {"stream": self.stream, "model": model}
         if self.format == "json":
@@ -130,7 +130,7 @@ class OllamaGenerate(OllamaRequest):
         return not self.prompt and not self.suffix
 
     def translated(self) -> ChatRequest | CompletionRequest:
-        """Returns the equivalent chat; for a raw prompt, or one with a suffix, the completion."""
+        """Returns the equivalent chat; for a raw prompt or a prompt with a suffix, the equivalent completion."""
         if self.raw or self.suffix:
             limit = -1 if self._limit is None else self._limit
             given: dict[str, Any] = {
@@ -180,7 +180,7 @@ class OllamaFormat(AnswerFormat):
         return _line({"error": str(reason)})
 
     def _part(self, last: bool) -> dict[str, Any]:
-        """Returns the answer's new content; with the last part, its calls and figures."""
+        """Returns an object with the answer's new content; the last object also has the calls and figures."""
         content, calls = read_calls(self._text, self._names, last)
         text = content[self._sent :]
         self._sent = len(content)
@@ -195,7 +195,7 @@ class OllamaFormat(AnswerFormat):
         return {**part, "done": last, **(self._figures() if last else {})}
 
     def _figures(self) -> dict[str, Any]:
-        """Returns the finish reason, and the tokens and nanoseconds of prompt and answer."""
+        """Returns the finish reason, and the numbers of tokens and the nanoseconds of prompt and answer."""
         stats = self._ticket.answer.stats
         return {
             "done_reason": self._ticket.answer.finish_reason,
@@ -217,7 +217,7 @@ def loaded(body: OllamaChat | OllamaGenerate, model: str) -> dict[str, Any]:
 
 
 def listed(backbone: Backbone, names: Collection[str], started: float) -> dict[str, Any]:
-    """Returns the entries of the model's names in a list of models."""
+    """Returns the list of models, which has one entry for each name of the model."""
     model = {
         "modified_at": datetime.fromtimestamp(started, UTC).isoformat(),
         "size": 0,

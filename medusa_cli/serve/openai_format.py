@@ -24,7 +24,7 @@ from medusa_cli.serve.completions import CompletionRequest
 from medusa_cli.serve.refusals import failure
 from medusa_cli.serve.scheduler import WAITING, Event, Ticket
 
-# OpenAI's log probability of an impossible token, because JSON has no infinity.
+# The log probability that OpenAI reports for an impossible token, because JSON has no infinity.
 NEVER = -9999.0
 MAX_CHARACTER_BYTES = 4
 
@@ -59,7 +59,7 @@ class OpenAIFormat:
         self._fingerprint = fingerprint_of(backbone)
         self._stream_usage = body.stream_options.include_usage
         self._continuous = self._stream_usage and body.stream_options.continuous_usage_stats
-        # Log probabilities of the prompt come first. They are reported with the answer only if it
+        # Log probabilities of the prompt come first. They are reported with the answer only if the answer
         # echoes the prompt.
         self._echoes_prompt = isinstance(body, CompletionRequest) and body.echo
         scored = body.prompt_logprobs is not None and not self._echoes_prompt
@@ -150,7 +150,7 @@ class OpenAIFormat:
         text = self._echoes[index]
         delta: dict[str, Any] = {"text": text}
         if self._chat:
-            # The answer may be a call, to which clients must not add an empty text.
+            # The answer may be a tool call, to which clients would add an empty text.
             content = text or (None if self._calls[index] else "")
             delta = {"delta": {"role": "assistant", "content": content}}
         choice = self._choice(index, delta, prompt, None)
@@ -178,13 +178,13 @@ class OpenAIFormat:
         return {**own, "system_fingerprint": self._fingerprint, "choices": choices}
 
     def _prompt_ids(self, choice: dict[str, Any], index: int) -> dict[str, Any]:
-        """Adds the prompt's token ids to a choice; returns them instead for a chat, whose choices share one prompt."""
+        """Adds the prompt's token ids to a choice; for a chat, whose choices share one prompt, returns them instead."""
         if not self._asked.return_token_ids:
             return {}
         return self._of_prompt(choice, "prompt_token_ids", [*self._tickets[index].request.prompt])
 
     def _prompt_logprobs(self, choice: dict[str, Any], index: int) -> dict[str, Any]:
-        """Adds the prompt's log probabilities to a choice, as vLLM does; returns them instead for a chat."""
+        """Adds the prompt's log probabilities to a choice, as vLLM does; for a chat, returns them instead."""
         wanted = self._asked.prompt_logprobs
         if wanted is None:
             return {}
@@ -194,7 +194,7 @@ class OpenAIFormat:
             entries: dict[str, Any] = {}
             for rank, (token, logprob) in enumerate(likelihood.top[:wanted], 1):
                 entries[str(token)] = self._prompt_entry(token, logprob, rank)
-            # The token's rank is known only if it is among the likeliest.
+            # The token's rank is known only if the token is among the likeliest.
             entries.setdefault(
                 str(likelihood.token),
                 self._prompt_entry(likelihood.token, likelihood.logprob, None),
@@ -230,7 +230,7 @@ class OpenAIFormat:
     def _metrics(self) -> dict[str, Any]:
         """Returns the acceptance figures of a single answer with drafts, in the per-request format of vLLM.
 
-        guidellm and AIPerf read this format. Nothing is returned for several answers, or without drafts.
+        guidellm and AIPerf read this format. Returns an empty dict for several answers, or without drafts.
         """
         [ticket, *others] = self._tickets
         if others or not ticket.drafts:
@@ -260,9 +260,9 @@ class OpenAIFormat:
         return choice if reason is None else {**choice, **self._stop_of(index)}
 
     def _stop_of(self, index: int) -> dict[str, Any]:
-        """Returns the stop string or token id that ended an answer, or null, under vLLM's name and SGLang's.
+        """Returns the stop string or token id that ended an answer, or null, under the names of vLLM and SGLang.
 
-        An end token of the model is named in SGLang's field only.
+        If an end token of the model ended the answer, only SGLang's field reports the token.
         """
         answer = self._tickets[index].answer
         if answer.finish_reason != "stop":
@@ -275,9 +275,9 @@ class OpenAIFormat:
         return {"stop_reason": last if asked else None, "matched_stop": last if ends else None}
 
     def _without_end(self, likelihoods: Sequence[Likelihood]) -> Sequence[Likelihood]:
-        """Returns the log probabilities without that of the end token, which the text does not show.
+        """Returns the log probabilities without the end token's, because the text does not show the end token.
 
-        After an echoed prompt the end token is listed: lm-eval counts on one entry for each token.
+        After an echoed prompt the end token is listed: lm-eval expects one entry for each token.
         """
         return likelihoods if self._echoes_prompt else likelihoods[:-1]
 
@@ -316,7 +316,7 @@ class OpenAIFormat:
         return {"token": token.text, "logprob": token.logprob, "bytes": self._bytes_of(token)}
 
     def _bytes_of(self, token: TokenLogprob) -> list[int] | None:
-        """Returns the token's own bytes, also for a part of a character, which has no text of its own."""
+        """Returns the token's own bytes, even if it is a part of a character and has no text of its own."""
         own = self._backbone.vocabulary.bytes_of(token.id)
         if own is None:
             return None if REPLACEMENT in token.text else list(token.text.encode())
@@ -355,9 +355,9 @@ def speculative_figures(tickets: Sequence[Ticket], by_position: bool = False) ->
 
 
 def acceptance(ticket: Ticket) -> dict[str, Any]:
-    """Returns an answer's acceptance figures under vLLM's names; all tree nodes but the root are draft tokens."""
+    """Returns an answer's acceptance figures under vLLM's names; tree nodes except the root count as draft tokens."""
     stats = ticket.answer.stats
-    # Steps that accepted at least 0, 1, 2, ... draft tokens.
+    # Numbers of steps that accepted at least 0, 1, 2, ... draft tokens.
     reached = [ticket.drafts, *ticket.accepted_at]
     return {
         "mean_acceptance_length": 1 + stats.accepted / ticket.drafts,
@@ -405,7 +405,7 @@ class TokenTexts:
         ]
 
     def place(self, token: int) -> int:
-        """Returns the offset of the answer's next token in its text; all tokens of a character share its offset."""
+        """Adds the answer's next token; returns its offset in the text. All tokens of a character have one offset."""
         place = self._offset
         if token in self._hidden:
             return place

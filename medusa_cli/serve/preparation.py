@@ -47,7 +47,7 @@ Body = ChatRequest | CompletionRequest | TokenizeText | TokenizeChat | Detokeniz
 SMALL_GRAMMAR = 16_384
 # Keeps only the likeliest token, as a top_p of 0 does in OpenAI's API.
 MIN_TOP_P = 1e-9
-# The length of an answer that each request without a limit may have, if it fits in the context.
+# The answer to a request without a limit may always have this many tokens, if they fit in the context.
 MIN_ANSWER = 2048
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Preparation:
         self._noted_context = False
         self._rendering = asyncio.Lock()  # a slow chat template delays only other chats
         self._encoding = asyncio.Lock()  # two threads must not share a tokenizer
-        # Threads that compute in Python delay each other, and the threads that answer and decode.
+        # Only one thread prepares tickets: threads that compute in Python delay each other and the decoder.
         self._preparing = asyncio.Lock()
         self._compiling = asyncio.Semaphore(2)
 
@@ -92,7 +92,7 @@ class Preparation:
         return left if limits.max_new_tokens is None else min(left, limits.max_new_tokens)
 
     def _note_context(self, tokens: int) -> None:
-        """Logs once that a prompt was too long, if an option would admit it."""
+        """Logs once that a prompt was too long, if the context could be larger."""
         longest = self._medusa.backbone.max_positions
         if self.context < longest and not self._noted_context:
             self._noted_context = True
@@ -208,7 +208,7 @@ class Preparation:
         )
 
     async def _logit_bias(self, body: Sampling) -> dict[int | str, float] | None:
-        """Returns the bias by token id; the bias of a text is that of each of its tokens. Raises Refusal."""
+        """Returns the bias by token id; the bias of a text applies to each of its tokens. Raises Refusal."""
         if not body.logit_bias:
             return None
         biases = dict[int | str, float]()
@@ -242,7 +242,7 @@ class Preparation:
     async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | LazyGrammar | None:
         """Returns the answer's grammar, if any; raises Refusal.
 
-        The grammar is compiled here, and not between the steps of other answers. Large grammars are
+        The grammar is compiled here, so that no answer waits for it between two steps. Large grammars are
         compiled a few at a time.
         """
         try:
@@ -262,7 +262,7 @@ class Preparation:
             raise self.refusal(reason, body.constraint) from reason
 
     def _free_calls(self, tools: list[dict[str, Any]]) -> LazyGrammar | None:
-        """Returns the grammar of an answer that may call tools; None if this model cannot follow one."""
+        """Returns the grammar of an answer that may call tools; None if this model cannot follow the grammar."""
         try:
             grammar = free_calls(self._medusa.backbone, tools)
             grammar.check(self._medusa.backbone)
@@ -338,7 +338,7 @@ class Preparation:
     def _token_ids(
         self, body: CompletionRequest | TokenizeText | DetokenizeRequest
     ) -> list[list[int]]:
-        """Returns the token ids of prompts."""
+        """Returns the token ids of each prompt of a request."""
         if isinstance(body, TokenizeText):
             return [token_ids(self._medusa.backbone, body.text, begin=body.begins)]
         backbone = self._medusa.backbone

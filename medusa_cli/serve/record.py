@@ -1,4 +1,4 @@
-"""Records answers as conversations in a file, if the server's owner asks for it: data for `medusa tune`."""
+"""Records answers as conversations in a file, if the server's owner asks for it; `medusa tune` reads the file."""
 
 import fcntl
 import json
@@ -19,22 +19,22 @@ from medusa_cli.errors import UserError
 from medusa_cli.serve.chats import ChatRequest
 from medusa_cli.serve.completions import CompletionRequest
 
-# The header of a request that is not to be recorded, with one of these values.
+# A request that has this header with one of these values is not recorded.
 HEADER = "x-medusa-record"
 NO = ("no", "false", "0", "off")
-# The roles that conversations of training data have.
+# The roles that messages of training data may have.
 ROLES = ("system", "user", "assistant")
 TAIL = 1 << 16  # bytes that are searched for a line break at a time
-# True unless the request that is being handled has the header.
+# False if the header of the current request says that it must not be recorded.
 allowed: ContextVar[bool] = ContextVar("allowed", default=True)
 log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Appends lines to a file that only its owner can read; several servers may append to one.
+    """Appends lines to a file that only its owner can read; several servers may append to the same file.
 
-    A line is whole or absent. If a writer was killed within a line, the next line replaces the
-    incomplete one. weights: the model's `answerer`, by which `medusa tune` knows its answers.
+    A line is written whole or not at all. If a writer was killed within a line, the next line replaces the
+    incomplete line. weights: the text that `answerer` returns for the model, by which `medusa tune` finds its answers.
     """
 
     def __init__(self, path: Path, weights: str) -> None:
@@ -44,7 +44,7 @@ class Recorder:
         self._moved = False
 
     def _open(self) -> int:
-        """Opens the file, and makes a new one; raises UserError for anything but a file."""
+        """Opens the file, or makes a new one; raises UserError if the path is not a regular file."""
         file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
         if not stat.S_ISREG(os.fstat(file).st_mode):
             os.close(file)
@@ -53,7 +53,7 @@ class Recorder:
         return file
 
     def reopen(self) -> None:
-        """Lets the next line open the file again, which may have been moved away; a signal handler may call this."""
+        """Makes the next line open the path again, as the file may have been moved; signal handlers may call this."""
         self._moved = True
 
     def keep(
@@ -64,7 +64,7 @@ class Recorder:
         answer: Answer,
         tokens: Sequence[int],
     ) -> None:
-        """Records an answer's tokens; failures are logged, as the client must get its answer nevertheless."""
+        """Records an answer's tokens; failures are only logged, because the client must get its answer in any case."""
         if not tokens:
             return
         messages = messages_of(body)
@@ -104,7 +104,7 @@ class Recorder:
 
 
 def whole_size(file: int) -> int:
-    """Returns the size of a file without a last line that has no line break."""
+    """Returns the size of a file up to its last line break, without an incomplete last line."""
     end = os.fstat(file).st_size
     while end:
         start = max(0, end - TAIL)
@@ -116,13 +116,13 @@ def whole_size(file: int) -> int:
 
 
 def answerer(identity: Mapping[str, Any]) -> str:
-    """Returns the digest of a model's weights, with its adapter and quantization, which also change its answers."""
+    """Returns a text that identifies everything that changes a model's answers: weights, adapter and quantization."""
     parts = (identity.get(key) for key in ("weights", "adapter", "rounding"))
     return "+".join(str(part) for part in parts if part)
 
 
 def messages_of(body: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
-    """Returns a request's messages, or none if they are not all texts of the roles of training data."""
+    """Returns a request's messages; an empty list if one of them calls a tool, or has a role that training lacks."""
     if isinstance(body, CompletionRequest):
         return []
     messages = [message.plain for message in body.messages]
@@ -132,7 +132,7 @@ def messages_of(body: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
 
 
 def kind_of(body: ChatRequest | CompletionRequest, grammar: Grammar | LazyGrammar | None) -> str:
-    """Returns the kind of a request, by which acceptance is reported: tools, structured, chat or completion."""
+    """Returns the kind of a request: tools, structured, chat or completion. Acceptance is reported by kind."""
     if isinstance(body, ChatRequest) and body.offered:
         return "tools"
     if grammar is not None:

@@ -13,7 +13,7 @@ from medusa_cli.errors import UserError, cut, in_words, is_out_of_memory, shown
 from medusa_cli.files.io import HALF, is_whole
 from medusa_cli.serve.schema import BLOCKS, FORMS, ITEMS
 
-# Seconds after which a client may retry a request for which there was no memory.
+# Seconds after which a client may retry a request that failed for lack of memory.
 MEMORY_RETRY_S = 10
 LONGEST_NAME = 100  # maximum number of characters of a field's name
 TYPES = {
@@ -44,7 +44,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every refusal, declared for the OpenAPI schema."""
+    """The body of a refusal in OpenAI's format, declared for the OpenAPI schema."""
 
     error: ErrorDetail
 
@@ -92,7 +92,7 @@ class Refusal(Exception):
         self.more = dict(more or {})
 
     def renamed(self, fields: Mapping[str, str]) -> "Refusal":
-        """Returns the same refusal with another API's names of fields."""
+        """Returns the same refusal with another API's field names."""
         field = str(self.param).partition(".")[0]
         if field not in fields:
             return self
@@ -131,7 +131,7 @@ class Refusal(Exception):
 
 
 def _printable(text: str) -> str:
-    """Returns a text, shortened and with its control characters escaped, as clients print messages unchanged."""
+    """Returns a text, shortened and with its control characters escaped, because clients print messages as they are."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut(text))
 
 
@@ -150,7 +150,7 @@ def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
 
 
 def check_whole(body: BaseModel) -> None:
-    """Raises Refusal for a text with half a character, with the place of the text in the request."""
+    """Raises Refusal if a text in the request has half a character; the refusal names the place of the text."""
     if (place := _half_in(body.model_dump(by_alias=True, exclude_none=True))) is not None:
         param = ".".join(place)
         text = f"{param}: the text holds {HALF}, such as one cut out of an emoji; send whole ones"

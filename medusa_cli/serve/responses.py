@@ -76,8 +76,8 @@ class CallOutputItem(PastItem):
     output: Content[TextPart]
 
 
-# Past items that are not for this model: those of tools that only their provider could run, and the
-# thoughts of other models.
+# Types of past items that the model does not read: items of tools that only their provider could run,
+# and the thoughts of other models.
 DROPPED = {
     *("reasoning", "compaction", "web_search_call", "file_search_call", "code_interpreter_call"),
     *("image_generation_call", "computer_call", "computer_call_output", "local_shell_call"),
@@ -116,7 +116,7 @@ def _served_items(items: Any) -> Any:
 
 
 def _functions_of(tools: Any) -> Any:
-    """Returns the functions among tools, with those of namespaces."""
+    """Returns the functions among tools, including the functions in namespaces."""
     if not isinstance(tools, list):
         return tools
     flat = []
@@ -152,7 +152,7 @@ class TextOptions(Strict):
 
 
 class Typed(Strict):
-    """The only supported type of tool, which is checked before the other fields."""
+    """The type of a tool, which is checked before the tool's other fields. Only functions are supported."""
 
     type: Literal["function"]
 
@@ -165,13 +165,13 @@ class FunctionTool(Function, Typed):
 
 
 class ChosenTool(Typed):
-    """The choice of one tool."""
+    """The value of `tool_choice` that names the tool to call."""
 
     name: str
 
 
 class AllowedTools(Strict):
-    """The choice of some of the tools."""
+    """The value of `tool_choice` that allows only some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
@@ -254,18 +254,18 @@ class ResponsesRequest(Sampling, TemplateOptions):
         return messages
 
 
-# The fields that chats have, too.
+# The fields that responses and chats share.
 SHARED = {*Sampling.model_fields, *TemplateOptions.model_fields}
 
 
 class ResponsesFormat(AnswerFormat):
-    """Formats the answer to one request as items (messages and calls), and as the events that announce them."""
+    """Formats the answer to one request as items (messages and calls), and as the events that announce the items."""
 
     def __init__(self, body: ResponsesRequest, chat: ChatRequest, ticket: Ticket) -> None:
         super().__init__(ticket)
         self._body = body
         self._model = chat.model
-        # The defaults of fields that the request does not give.
+        # Whether the answer may have several calls; by default, it may unless a call is required.
         self._several = not chat.required
         if body.parallel_tool_calls is not None:
             self._several = body.parallel_tool_calls
@@ -280,7 +280,7 @@ class ResponsesFormat(AnswerFormat):
         self._sequence = 0
 
     def whole(self) -> dict[str, Any]:
-        """Returns the finished response, whose events `read` has received."""
+        """Returns the finished response, after `read` has received all of its events."""
         return self._response(ended=True)
 
     def begin(self) -> list[str]:
@@ -349,7 +349,7 @@ class ResponsesFormat(AnswerFormat):
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _begin(self, item: dict[str, Any]) -> list[str]:
-        """Begins an item; returns the events, after those that end the previous item."""
+        """Ends the open item, if any, and begins another; returns the events."""
         events = self._end()
         self._items.append({**item, "status": "in_progress"})
         self._open = True

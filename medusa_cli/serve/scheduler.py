@@ -18,9 +18,9 @@ from medusa_cli.serve.metrics import Metrics, add_positions
 from medusa_cli.serve.record import Recorder
 from medusa_cli.serve.refusals import Refusal
 
-# Seconds that a piece of a prompt should take, because running answers wait for it.
+# Seconds that a piece of a prompt should take; running answers wait for each piece.
 PIECE_S = 0.12
-# One in this many pieces is the oldest prompt's; the others belong to the prompt that ends first.
+# One in this many pieces is run for the oldest prompt, the others for the prompt with the fewest tokens left.
 PIECES = 4
 # Seconds after which a client may retry a refused request.
 RETRY_S = 2
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """Holds how many of a prompt's tokens are cached and run, out of all, and the milliseconds so far."""
+    """Holds a prompt's numbers of tokens: all, cached and processed so far; and the milliseconds so far."""
 
     total: int
     cache: int
@@ -42,7 +42,7 @@ class Progress:
 class Event:
     """Holds the text and tokens that a step added to an answer; the last event may carry an error instead.
 
-    progress: set for an event without a step, which comes while the prompt is run.
+    progress: set in events that are sent while the prompt is run; such an event has no step.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Event:
         return "".join(piece.text for piece in self.pieces)
 
 
-# An event without content, while an answer has none yet.
+# The event that a stream gets while the answer has nothing new.
 WAITING = Event()
 
 
@@ -65,12 +65,11 @@ WAITING = Event()
 class Ticket:
     """Holds a request in the queue or in a slot, its answer so far, and the callback that receives its events.
 
-    sequence: the sequence that answers the request, if it was made beforehand. reused: the number of
-    prompt tokens from the prefix cache. drafts: the number of steps with draft
-    tokens. accepted_at: for each position, the number of steps that accepted a draft token there.
-    abandoned: nobody waits for the answer, so the scheduler frees its slot before the next step.
-    reports: tell the client of each piece of the prompt that is run. kind: the kind of the request,
-    for metrics. tokens: those of the answer. keep: records them when the answer is complete.
+    sequence: the sequence that answers the request, if it was made beforehand. reused: the number of prompt tokens from
+    the prefix cache. drafts: the number of steps with draft tokens. accepted_at: for each position, the number of steps
+    that accepted a draft token there. abandoned: nobody waits for the answer, so the scheduler frees its slot before
+    the next step. reports: tell the client the progress after each piece of the prompt. kind: the kind of the request,
+    for metrics. tokens: the answer's tokens. keep: records these tokens when the answer is complete.
     """
 
     request: Request
@@ -109,7 +108,7 @@ class Prompt:
 
     @property
     def left(self) -> int:
-        """Returns the number of tokens that have not been run, or that the drafter has not read since."""
+        """Returns the number of prompt tokens that are left to run, plus those that the drafter has yet to read."""
         unread = sum(len(new.tokens) for new in self.sequence.unread)
         return len(self.ticket.request.prompt) - len(self.sequence.tokens) + unread
 
@@ -135,10 +134,10 @@ class Scheduler:
         self._decoder = medusa.decoder(slots)
         self._running: dict[Sequence, Ticket] = {}
         self._prompts: list[Prompt] = []  # those being run, the oldest first
-        self._pieces = 0  # run so far
+        self._pieces = 0  # the number of pieces run so far
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()  # guards the queue
-        # Decoders with an earlier drafter, until their answers end.
+        # Decoders with an earlier drafter, which stay until their answers end.
         self._retiring: list[Decoder] = []
         self._load: Callable[[], LoadedModel] | None = None
         self.recorder: Recorder | None = None
@@ -157,7 +156,7 @@ class Scheduler:
         return list(self._running.values())
 
     def check_number(self, answers: int) -> None:
-        """Raises Refusal for more answers to one client than the server decodes or queues."""
+        """Raises Refusal for more answers to one client than the server can decode and queue."""
         capacity = self._max_waiting + self._slots
         if answers > capacity:
             text = (
@@ -180,7 +179,7 @@ class Scheduler:
 
     def drain(self) -> None:
         """Stops accepting requests; `run` returns after the accepted ones are answered."""
-        # Without the lock, which the thread interrupted by a signal handler may hold.
+        # Takes no lock, because the thread that a signal handler interrupts may hold the lock.
         self.closing = True
 
     def reload(self, load: Callable[[], LoadedModel]) -> None:
@@ -190,8 +189,8 @@ class Scheduler:
     def run(self) -> None:
         """Decodes in this thread until drained.
 
-        This should be the thread that loaded the model. OpenMP's workers belong to a thread, and a second team of
-        workers sleeps between matmuls instead of spinning. Steps on a CPU then take 1.5 times as long.
+        This should be the thread that loaded the model. OpenMP's workers belong to one thread, and a second thread's
+        workers sleep between matmuls instead of spinning. Steps on a CPU then take 1.5 times as long.
         """
         self.alive = True
         try:
@@ -204,7 +203,7 @@ class Scheduler:
                     self._step()
                     self._decoder.prefixes.store_next()
                     self._metrics.cached_tokens.set(self._decoder.prefixes.tokens)
-                # Clients must be told, and the next request must be served.
+                # Clients must learn of the failure, and the next request must be served.
                 except Exception as reason:
                     log.exception("a step failed; its requests fail")
                     self._fail_all(reason)
@@ -228,9 +227,9 @@ class Scheduler:
         return bool(self._waiting or self._running or self._load is not None)
 
     def _take_drafter(self) -> None:
-        """Loads the drafter that `reload` asks for; the answers in progress continue with the earlier one.
+        """Loads the drafter that `reload` asks for; answers in progress continue with the earlier drafter.
 
-        If that fails, the earlier drafter stays.
+        If loading fails, the earlier drafter stays.
         """
         load, self._load = self._load, None
         if load is None:
@@ -268,7 +267,7 @@ class Scheduler:
         return self._decoder.has_room(self._waiting[0].request)
 
     def _admit(self) -> None:
-        """Gives waiting requests their slots."""
+        """Gives free slots to waiting requests."""
         while self._next_has_room():
             with self._changed:
                 ticket = self._waiting.popleft()
@@ -286,7 +285,7 @@ class Scheduler:
     def _prefill(self) -> None:
         """Runs one piece of one prompt; each piece is followed by a step of the running requests.
 
-        A short prompt does not wait for long ones, and a long one advances even if many short ones arrive.
+        A short prompt does not wait for long prompts, and a long prompt advances even if many short prompts arrive.
         """
         if not self._prompts:
             return
@@ -319,7 +318,7 @@ class Scheduler:
             self._retiring = [old for old in self._retiring if old.free_slots < self._slots]
 
     def _step_of(self, decoder: Decoder) -> None:
-        """Runs one step of a decoder; without memory for it, fails the request that the decoder gave up."""
+        """Runs one step of a decoder; if memory runs out, fails the requests that the decoder gave up."""
         try:
             steps = decoder.step()
         except Exception as reason:
@@ -338,7 +337,7 @@ class Scheduler:
             self._deliver(sequence, step)
 
     def _deliver(self, sequence: Sequence, step: Step) -> None:
-        """Sends a step's text to its client, and ends the request at its finish reason."""
+        """Sends a step's text to its client, and ends the request if the answer has a finish reason."""
         ticket = self._running[sequence]
         ticket.tokens += step.tokens
         pieces = ticket.answer.add(step, sequence.finish_reason)
@@ -387,7 +386,7 @@ class Scheduler:
         self._decoder = self._new_decoder()
 
     def _new_decoder(self) -> Decoder:
-        """Returns a new decoder; as long as there is no memory for one, waiting requests fail."""
+        """Returns a new decoder; fails waiting requests as long as there is no memory for a decoder."""
         while True:
             try:
                 return self._medusa.decoder(self._slots)

@@ -1,7 +1,7 @@
 """The parts that the bodies of requests share: limits, fields that have several forms, and fields that are not served.
 
-An unknown field is ignored and named in the log and in a header. Fields that are known to change the
-answer and are not served are refused by name (see `neutral`).
+An unknown field is ignored and named in the log and in a header of the response. If a field is known to change the
+answer and is not served, the request is refused, and the refusal names the field (see `neutral`).
 """
 
 import json
@@ -22,7 +22,7 @@ from pydantic import (
 
 from medusa_cli.serve import neutral
 
-# Limits for the contents of one request, so that preparing it does not delay others.
+# Limits for the contents of one request, so that its preparation does not delay other requests.
 MAX_STOPS = 1024
 MAX_STOP = 1024
 MAX_CHOICES = 128
@@ -37,7 +37,7 @@ BLOCKS = TEXT, "<tool_use>", "<tool_result>"
 FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 TokenId = Annotated[int, Field(ge=0)]
-# A list of 100,000 wrong items would take seconds to report, so validation ends at the first.
+# A list of 100,000 wrong items would take seconds to report, so validation ends at the first wrong item.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
@@ -113,12 +113,12 @@ Content = Annotated[
 ]
 
 
-# Parts of past answers that are not text for the model.
+# Types of the parts of past answers that the model does not read.
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 
 
 class TextPart(Strict):
-    """A part of a message's content. Past answers may hold the parts of responses, too."""
+    """A text in a message's content, with the type that chats or responses give it."""
 
     place = "messages[].content[]."
     type: Literal["text", "input_text", "output_text"]
@@ -126,12 +126,12 @@ class TextPart(Strict):
 
 
 def type_of(item: Any) -> Any:
-    """Returns the type that an item names, as it was sent or validated."""
+    """Returns the type of an item, which is a dict as it was sent, or a validated model."""
     return item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
 
 
 def without_types(items: Any, place: str, ignored: Callable[[Any], bool]) -> Any:
-    """Returns a list without the items whose types are ignored, which are noted."""
+    """Returns a list without the items of ignored types, and notes these types."""
     if not isinstance(items, list):
         return items
     kinds = [type_of(item) for item in items]

@@ -56,7 +56,7 @@ class Server:
         # A terminal that is closed also sends SIGHUP.
         self._in_terminal = os.isatty(0)
         self._templates = TemplateProcess(medusa.backbone, limits.template_s)
-        # Reading the vocabulary takes a second in which no other thread runs.
+        # Reading the vocabulary takes a second in which no other thread runs, so it is read before serving.
         with suppress(UserError):
             matcher_of(medusa.backbone, Grammar("regex", "a"))
         app, self._scheduler = build(medusa, limits, self._templates)
@@ -104,7 +104,7 @@ class Server:
         self._templates.close()
 
     def reload(self) -> None:
-        """Loads the drafter again, and opens the file of records again; ends the server if its terminal has gone."""
+        """Loads the drafter again, and opens the file of records again; ends the server if its terminal was closed."""
         if self._in_terminal and not os.isatty(0):
             self.stop()
             return
@@ -114,7 +114,7 @@ class Server:
             self._scheduler.reload(self._load)
 
     def stop(self) -> None:
-        """Refuses new requests and ends the server after the accepted ones; a second call raises KeyboardInterrupt."""
+        """Refuses new requests, and ends the server after the last answer; a second call raises KeyboardInterrupt."""
         if self._scheduler.closing:
             raise KeyboardInterrupt
         self._scheduler.drain()
@@ -127,15 +127,15 @@ class Server:
 
     async def _serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        if self._web.config.is_ssl:  # uvicorn keeps asyncio's default of one minute
+        if self._web.config.is_ssl:  # uvicorn keeps asyncio's handshake limit of one minute
             loop.create_server = partial(loop.create_server, ssl_handshake_timeout=self._head_s)  # type: ignore
         await self._web.serve(sockets=[listener])
 
 
 class Protocol(H11Protocol):
-    """Adds deadlines to uvicorn's protocol, whose only deadline is between two requests.
+    """Adds deadlines to uvicorn's protocol, which only limits the time between two requests.
 
-    If a new connection exceeds `Limits.max_connections`, the one that has gone longest without a
+    If there are more connections than `Limits.max_connections`, the connection that has gone longest without a
     complete request is closed.
     """
 
@@ -152,7 +152,7 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._waiting_since = self.loop.time()
-        # `pause_writing` is then called for every answer that is not read.
+        # `pause_writing` is then called for every answer that the client does not read.
         transport.set_write_buffer_limits(high=1, low=0)
         self._expect_head()
         if len(self.connections) > self._limits.max_connections:
@@ -211,7 +211,7 @@ class Protocol(H11Protocol):
 
 
 class OnceAMinute(logging.Filter):
-    """Passes on each message at most once per minute, with the number of messages dropped since then.
+    """Passes on similar messages at most once per minute, with the number of messages that were dropped in between.
 
     An OSError is logged without its traceback.
     """
@@ -219,7 +219,7 @@ class OnceAMinute(logging.Filter):
     def __init__(self, period_s: float = 60) -> None:
         super().__init__()
         self._period_s = period_s
-        # By the message's first 40 characters: the time when it passed, and how many were dropped.
+        # By a message's first 40 characters: when such a message last passed, and how many were dropped since.
         self._passed = dict[str, tuple[float, int]]()
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -41,7 +41,7 @@ class TemplateProcess:
         self._ready = False
 
     def render(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> str:
-        """Returns a prompt's text like `chat_prompt`; also raises UserError if it takes too much time or memory."""
+        """Returns a prompt's text like `chat_prompt`; also raises UserError if this takes too much time or memory."""
         try:
             if not self._ready:
                 if not self._connection.poll(START_S):
@@ -73,9 +73,10 @@ class TemplateProcess:
 
 
 def _render_all(connection: Connection, model: Any) -> None:
-    """Renders prompts until the other end is closed."""
+    """Renders prompts until the other end of the connection is closed."""
     process.owned = True
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends it after the last answer
+    # Ctrl-C must not end this process before the server has sent its last answer.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         connection.send(True)
         while True:

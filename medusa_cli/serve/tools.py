@@ -24,7 +24,7 @@ BARE_HEAD = (
     r"[\s,;}}\]]*(?:```[\w-]*\s*)?(?:\[\s*)?\{{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?"
     r"\"name\"\s*:\s*\"{name}\"\s*,\s*\"(?:arguments|parameters)\"\s*:"
 )
-# Keywords of JSON Schema that say nothing about the properties of an object if they are empty.
+# Keywords of JSON Schema that describe an object, unless their value is empty.
 DESCRIBING = (
     *("properties", "patternProperties", "propertyNames", "required", "minProperties"),
     *("dependentRequired", "dependentSchemas", "dependencies", "$ref", "$dynamicRef"),
@@ -39,7 +39,7 @@ To call one, answer with its name and its arguments as JSON, within tags:
 {{"name": "the name", "arguments": {{"parameter": "value"}}}}
 </tool_call>"""
 
-# Texts that were logged once; clients choose the tools' names.
+# Texts that were logged. Their number is limited, because clients choose the tools' names in them.
 MAX_NOTED = 1000
 _noted = set[str]()
 log = logging.getLogger(__name__)
@@ -49,9 +49,10 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ToolStyle:
-    """Describes how a model writes calls: the text around all calls, around and between calls, and a call itself.
+    """Describes how a model writes calls.
 
-    marker: the first text of a call; only a call may follow it.
+    first, last: the text around all calls. before, after: the text around each call. between: the text between calls.
+    call: a call itself. marker: the first text of a call; only a call may follow it.
     """
 
     marker: str
@@ -79,7 +80,7 @@ def style_of(template: str) -> ToolStyle:
 
 
 def marker_ids(backbone: Backbone) -> dict[str, int]:
-    """Returns the ids, by text, of the markers that are tokens of the model, special or not."""
+    """Returns those markers that are tokens of the model, special or not, with their ids."""
     tokens = backbone.tokenizer.added_tokens_decoder
     return {token.content: id for id, token in tokens.items() if token.content in MARKERS}
 
@@ -89,7 +90,7 @@ def calls_grammar(
 ) -> Grammar:
     """Returns the grammar of one or more tool calls in the model's style.
 
-    several: allow more than one call. answer: a JSON schema that the answer may follow instead.
+    several: allow more than one call. answer: a JSON schema that the answer may follow instead of calling a tool.
     """
     style = style_of(template_of(backbone))
     literal = partial(_literal, marker_ids(backbone))
@@ -113,7 +114,7 @@ def free_calls(backbone: Backbone, tools: Tools) -> LazyGrammar:
     """Returns the grammar of an answer that may call tools, which constrains only the calls.
 
     After the marker of the model's style, a call must follow. Without a marker, the arguments of a call at the start of
-    the answer are constrained. The arguments of a tool whose schema cannot be followed are any object.
+    the answer are constrained. If a tool's schema cannot be followed, its arguments may be any object.
     """
     style = style_of(template_of(backbone))
     ids = marker_ids(backbone)
@@ -136,7 +137,7 @@ def free_calls(backbone: Backbone, tools: Tools) -> LazyGrammar:
 
 
 def _schema_or_any(tool: Mapping[str, Any]) -> Grammar:
-    """Returns the grammar of a tool's arguments, or that of any object if its schema cannot be followed."""
+    """Returns the grammar of a tool's arguments; if the tool's schema cannot be followed, the grammar of any object."""
     try:
         return schema_grammar(arguments_schema(tool), f"tool {tool['function']['name']}")
     except UsageError as reason:
@@ -152,7 +153,7 @@ def note_once(text: str) -> None:
 
 
 def _literal(ids: Mapping[str, int], text: str) -> str:
-    """Returns a text in a Lark rule, with the markers that are tokens."""
+    """Returns a text as part of a Lark rule, in which markers that are tokens stand as their ids."""
     parts = re.split("(" + "|".join(map(re.escape, MARKERS)) + ")", text)
     return " ".join(
         f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part
@@ -167,7 +168,7 @@ def _rules(
     for i, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
         name = tool["function"]["name"]
         before, tail = style.call.split("ARGUMENTS")
-        # A tool's name may itself contain these words.
+        # A tool's name may itself contain BARE or NAME, so only one of these words is replaced.
         place, written = ("BARE", name) if "BARE" in before else ("NAME", json.dumps(name))
         head = before.replace(place, written)
         lines.append(f"call_{i}: {literal(head)} arguments_{i} {literal(tail)}")
@@ -176,7 +177,7 @@ def _rules(
 
 
 def arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments, an object that is empty unless the tool describes it."""
+    """Returns the schema of a tool's arguments: an object, which has no properties unless the tool describes them."""
     schema = {**(tool["function"].get("parameters") or {})}
     if "object" in (kinds := schema.get("type", "object")):
         kinds = "object"
