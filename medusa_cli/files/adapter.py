@@ -24,11 +24,11 @@ LORA = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 MERGE = "merge it into its model with peft, and give the merged model as @model"
 # The endings of a model's files besides its weights.
 COPIED = (".json", ".jinja", ".txt", ".model", ".py", ".tiktoken")
-# Parts of the names of a tokenizer's files, which trainers save beside an adapter.
+# Parts of the names of a tokenizer's files, which trainers save next to an adapter.
 OF_TOKENIZER = ("token", "vocab", "spiece", "tekken", "merges", "chat_template")
 
-# Keys in a saved adapter's config that do not change the meaning of its weights. Any other keys
-# that are not used must be empty or false.
+# Keys in a saved adapter's config that do not change the meaning of its weights. Keys that are neither
+# here nor in `AdapterConfig` must be empty or false.
 NOT_READ = (
     *("task_type", "auto_mapping", "peft_version", "revision", "target_modules"),
     *("inference_mode", "lora_dropout", "megatron_config", "megatron_core"),
@@ -41,8 +41,8 @@ NOT_READ = (
 class AdapterConfig:
     """Holds the keys of a saved adapter's config that are used: plain LoRA of one rank.
 
-    The layers that it changes are those with weights in its file. init_lora_weights: any other
-    value changes the model's own weights, too. use_rslora: scale by alpha / sqrt(r). fan_in_fan_out:
+    The adapter changes the layers for which its file has weights. init_lora_weights: values other than
+    these change the model's own weights, too. use_rslora: scale by alpha / sqrt(r). fan_in_fan_out:
     the model stores its weights transposed.
     """
 
@@ -57,7 +57,7 @@ class AdapterConfig:
 
     @property
     def scale(self) -> float:
-        """Returns the factor of the product of the two matrices."""
+        """Returns the factor by which the product of the two matrices is multiplied."""
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 
@@ -90,7 +90,7 @@ def weights_in(folder: Path) -> Path:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Returns the files of the tokenizer beside an adapter."""
+    """Returns the files of the tokenizer in an adapter's folder."""
     return [
         path
         for path in sorted(folder.iterdir())
@@ -99,10 +99,10 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def merge_files(folder: Path, base: Path, checkpoint: Sequence[Path], part: Path) -> None:
-    """Writes the model that an adapter makes of the one in the folder `base`, one file after the other.
+    """Merges the adapter in `folder` into the model in `base`, and writes the result to `part`, file by file.
 
-    checkpoint: the safetensors files of the base. The sums are rounded to the type in which the
-    weights are stored, as by peft. Raises UserError for an adapter that does not fit.
+    checkpoint: the safetensors files of the base. The sums are rounded to the type in which the base
+    stores its weights, as peft does. Raises UserError for an adapter that does not fit.
     """
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
@@ -130,7 +130,7 @@ def merge_files(folder: Path, base: Path, checkpoint: Sequence[Path], part: Path
 
 
 def _read_changes(folder: Path) -> "dict[str, Tensor]":
-    """Returns what an adapter adds to each weight, by the weight's name."""
+    """Returns the matrix that an adapter adds to each weight, by the weight's name."""
     config = read_config(folder)
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_weights(weights_in(folder), WHAT).items():

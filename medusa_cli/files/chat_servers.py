@@ -125,7 +125,7 @@ class ChatServers:
         )
 
     def _next(self) -> str:
-        """Returns the next server that is not skipped at the moment, else the one that may be asked again first."""
+        """Returns the next server that may be asked now; if all are skipped, the one whose pause ends first."""
         with self._lock:
             self.urls.append(self.urls.pop(0))
             now = time.monotonic()
@@ -134,7 +134,7 @@ class ChatServers:
     def _back_off(self, url: str, start: float, pause: float = 0.0) -> None:
         """Skips a server for `pause` seconds or more after it failed a request that began at `start`.
 
-        The time grows with every failure. Requests that were running when the server began to fail count as one.
+        The time grows with every failure. Requests that ran when the server began to fail count as one failure.
         """
         with self._lock:
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""The control groups of this process, and the number of processors that they and its CPU affinity allow."""
+"""The control groups of this process, and the number of processors that the groups and the CPU affinity allow."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ def cpu_count() -> int:
 
 
 def limit_threads() -> None:
-    """Limits libraries to as many threads as a quota allows; by default they consider only the affinity."""
+    """Limits libraries to as many threads as a quota allows; by default, libraries consider only the affinity."""
     if not os.environ.get(THREADS) and cpu_count() < _affinity():
         os.environ[THREADS] = str(cpu_count())
 
@@ -29,13 +29,13 @@ def limit_threads() -> None:
 def _affinity() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
-    # A Mac's slow cores would delay the fast ones, which wait for all shares of a matmul.
+    # A Mac's slow cores would delay the fast cores, which wait until all shares of a matmul are done.
     fast = sysctl("hw.perflevel0.logicalcpu")
     return (int.from_bytes(fast, sys.byteorder) if fast else os.cpu_count()) or 1
 
 
 def sysctl(name: str) -> bytes | None:
-    """Returns a value of the machine that macOS reports; None if there is none, as on other systems."""
+    """Returns a value that macOS reports about the machine; None if it reports none, and on other systems."""
     read = getattr(ctypes.CDLL(None), "sysctlbyname", None)
     size = ctypes.c_size_t()
     if read is None or read(name.encode(), None, ctypes.byref(size), None, 0):
@@ -47,7 +47,7 @@ def sysctl(name: str) -> bytes | None:
 
 
 def _quotas() -> Iterator[float]:
-    """Yields how many processors each control group of this process and its parents allow (versions 1 and 2)."""
+    """Yields how many processors this process's control groups (versions 1 and 2) and their parents each allow."""
     for folder in control_groups("cpu"):
         yield from _quota(folder)
 
@@ -66,7 +66,7 @@ def control_groups(controller: str) -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         root = CGROUPS / controllers
-        # In a container, the group's name is the one on the host, and its files are at the root.
+        # In a container, the group has the name that it has on the host, but its files are at the root.
         group = root / place.strip("/")
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):

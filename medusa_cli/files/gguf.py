@@ -24,17 +24,17 @@ DIRECT = (
 # and one of these texts has another meaning.
 ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 ENDS_KNOWN = ("gpt-oss", "gemma4")
-# As in its own config: like Gemma 3 27B, this model divides queries by the root of the width of a
-# head in the hidden state.
+# The number of layers of Gemma 2 27B. Like Gemma 3 27B, and as its own config says, this model has
+# hidden_size / num_attention_heads as its query_pre_attn_scalar.
 LAYERS_OF_GEMMA2_27B = 46
-# The lm_head; a file without one uses the embeddings.
+# The tensor of the lm_head; a file without this tensor uses the embeddings.
 HEAD = "output.weight"
 # Sizes of experts that transformers' reader ignores, and the config fields that they belong to.
 EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-# Files that hold no model, by general.type or, in older files, by the architecture; and remedies.
+# Kinds of files that hold no model, by general.type or, in older files, by the architecture: names and remedies.
 OWN_FILE = "give the model's own GGUF file"
 NO_MODELS = {
     "adapter": (
@@ -50,8 +50,8 @@ NO_MODELS = {
         "give Gemma 4's own file, and the assistant's folder or hub id as @drafter",
     ),
 }
-# A tensor that every model has in its first layer, and the key of files that may hold only MTP
-# layers.
+# A tensor that every model has in its first layer. A file that has the key LATER but not this tensor
+# holds only MTP layers.
 FIRST = "blk.0.attn_norm.weight"
 LATER = "nextn_predict_layers"
 
@@ -60,8 +60,8 @@ LATER = "nextn_predict_layers"
 def write_metadata(path: Path, header: Header, folder: Path) -> None:
     """Writes a GGUF file's config, generation config and tokenizer to a folder, in the form that transformers reads.
 
-    Weights stay in the file. If only transformers' reader supports the architecture, it dequantizes them. Raises
-    UserError if that reader does not support the architecture, or would leave something out.
+    Weights stay in the file. But if only transformers' reader supports the architecture, this reader dequantizes them
+    into the folder. Raises UserError if it does not support the architecture either, or would leave something out.
     """
     _refuse_other_files(path, header)
     import torch
@@ -70,7 +70,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
 
     verbosity = logging.get_verbosity()
     folder.mkdir()
-    # It is alone in its folder, because transformers also reads files next to it.
+    # The link is alone in its folder, because transformers also reads the files next to a GGUF file.
     link = folder / "model.gguf"
     link.symlink_to(path.absolute())
     named = {"pretrained_model_name_or_path": str(folder), "gguf_file": link.name}
@@ -89,11 +89,11 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         config.architectures = [type(network).__name__]
-        # Gemma 4's factors only say which part of a head rotates, which its config states.
+        # Gemma 4's factors only say which part of a head rotates; the config says so already.
         if factors and header.architecture != "gemma4":
             _check_factors(factors, config, network)
             config.rope_parameters |= {
-                "rope_type": "longrope",  # the only type with factors; any length uses the same
+                "rope_type": "longrope",  # the only type with factors; all lengths use the same ones
                 "short_factor": factors,
                 "long_factor": factors,
                 "attention_factor": 1.0,
@@ -119,7 +119,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
 
 
 def _refuse_other_files(path: Path, header: Header) -> None:
-    """Raises UserError for a GGUF file that holds no model, such as an adapter for one."""
+    """Raises UserError for a GGUF file that holds no model, such as an adapter."""
     kind = header.architecture
     if kind not in NO_MODELS:
         kind = str(header.metadata.get("general.type", kind))
@@ -138,9 +138,9 @@ def _refuse_other_files(path: Path, header: Header) -> None:
 
 
 def _ends(config: Any, keys: Keys) -> list[int]:
-    """Returns the tokens that end an answer: those of the config, and the end of a turn.
+    """Returns the tokens that end an answer: the config's end tokens, and the token that ends a turn.
 
-    Many files do not name the end of a turn. It is then known by its text, as in llama.cpp.
+    Many files do not name the token that ends a turn. It is then found by its text, as in llama.cpp.
     """
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     end_of_turn = keys.header.metadata.get("tokenizer.ggml.eot_token_id")
@@ -151,7 +151,7 @@ def _ends(config: Any, keys: Keys) -> list[int]:
 
 
 def _config_and_tokenizer(keys: Keys, source: dict[str, Any]) -> tuple[Any, Any]:
-    """Returns the config and tokenizer of a file, by our own tables of names or else by transformers' reader."""
+    """Returns a file's config and tokenizer, by a function of `CONFIGS` or, if none fits, by transformers' reader."""
     from transformers import AutoConfig, AutoTokenizer
 
     header = keys.header
@@ -177,7 +177,7 @@ def _config_and_tokenizer(keys: Keys, source: dict[str, Any]) -> tuple[Any, Any]
 def _dequantize(
     source: dict[str, Any], header: Header, network: Any, left_out: int, folder: Path
 ) -> None:
-    """Writes the weights as safetensors with transformers' reader; raises ValueError if it would leave some out."""
+    """Writes the weights as safetensors with transformers' reader; raises ValueError if the reader would omit some."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -204,7 +204,7 @@ def _dequantize(
 
 @contextmanager
 def _read_once(header: Header) -> Iterator[None]:
-    """Makes transformers use our reader's metadata; its own takes ten seconds for a large vocabulary."""
+    """Makes transformers use our reader's metadata; its own reader takes ten seconds for a large vocabulary."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
 
@@ -227,7 +227,7 @@ def _read_once(header: Header) -> Iterator[None]:
 
 
 def _check_factors(factors: list[float], config: Any, network: Any) -> None:
-    """Raises ValueError if a network has another number of rotary frequencies, or scales them in another way."""
+    """Raises ValueError if the factors do not fit the rotary embedding, or if the config also scales positions."""
     if config.rope_parameters.get("rope_type") != "default":
         raise ValueError(f"it has both {FREQUENCIES} and other scaled positions")
     embedding = getattr(getattr(network, "model", None), "rotary_emb", None)

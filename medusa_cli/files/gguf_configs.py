@@ -1,4 +1,4 @@
-"""Configs of GGUF files, for architectures that transformers' reader does not know, or knows in part."""
+"""Configs of GGUF files, for architectures that transformers' reader does not know, or knows only in part."""
 
 import math
 from collections.abc import Callable, Collection
@@ -26,7 +26,7 @@ GRANITE_FACTORS = {
     "embedding_scale": "embedding_multiplier",
     "attention.scale": "attention_multiplier",
     "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",  # both divide the logits by it
+    "logit_scale": "logits_scaling",  # llama.cpp and transformers divide the logits by it
 }
 DELTA_NET = {
     "full_attention_interval": "full_attention_interval",
@@ -40,14 +40,14 @@ EXPERTS_OF_GLM4 = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-# The router's function in files of GLM 4.5, which may leave it out.
+# The router's function in GLM 4.5, whose files may leave this key out.
 SIGMOID = 2
 # As in llama.cpp: every fourth layer of SmolLM3 has no rotary embedding.
 LAYERS_TO_NO_ROPE = 4
 # As in llama.cpp: every sixth layer of Gemma 3 attends to all positions.
 LAYERS_TO_FULL_ATTENTION = 6
-# As in llama.cpp: a Gemma 3 with this number of layers (27B) divides by the width of a head in the
-# hidden state, not by the width of a query.
+# As in llama.cpp: a Gemma 3 with this number of layers (27B) has hidden_size / num_attention_heads as
+# its query_pre_attn_scalar, not the width of a head.
 LAYERS_OF_GEMMA3_27B = 62
 # Tokens that end an answer of Gemma 4; its files name only one of them.
 ENDS_OF_GEMMA4 = ("<eos>", "<turn|>", "<|tool_response>")
@@ -70,7 +70,7 @@ class Keys:
         return self.header.metadata.get(f"{self.header.architecture}.{key}")
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Returns a positive number."""
+        """Returns a positive number; if the file does not have the key, the default."""
         value = self.get(key)
         if value is None and default is not None:
             return default
@@ -79,18 +79,18 @@ class Keys:
         return value
 
     def number_or_0(self, key: str) -> Any:
-        """Returns a number of 0 or more, which is 0 if the file does not have it."""
+        """Returns a number of 0 or more; 0 if the file does not have the key."""
         return self.number(key) if self.get(key) else 0
 
     def count(self, key: str) -> int:
-        """Returns a whole number, which is 0 if the file does not have it."""
+        """Returns a whole number of 0 or more; 0 if the file does not have the key."""
         value = self.number_or_0(key)
         if type(value) is not int:
             raise ValueError(f"its {self.header.architecture}.{key} is {shown(value)}")
         return value
 
     def by_layer(self, key: str, default: int | None = None) -> list[int]:
-        """Returns a positive number for each layer; a file has one for all, or a list."""
+        """Returns a positive number for each layer; a file has one number for all layers, or a list."""
         layers = int(self.number("block_count"))
         if not isinstance(self.get(key), list):
             return [int(self.number(key, default))] * layers
@@ -100,7 +100,7 @@ class Keys:
         return values
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fields that most configs have, except for the rotary embedding."""
+        """Returns the fields that most configs have, except for those of the rotary embedding."""
         fields: dict[str, Any] = {own: self.number(key) for key, own in FIELDS.items()}
         heads = fields["num_attention_heads"]
         fields["num_key_value_heads"] = self.by_layer("attention.head_count_kv", heads)[0]
@@ -112,9 +112,9 @@ class Keys:
         return fields | {own: self.header.metadata.get(key) for key, own in IDS.items()}
 
     def layers(self) -> tuple[int, int]:
-        """Returns the number of a model's layers, and of the layers after them that predict later tokens (MTP).
+        """Returns the numbers of a model's own layers, and of the layers after them that predict later tokens (MTP).
 
-        The file counts all of them. Layers that it counts but does not hold are left out.
+        The file's block_count is the sum of both. MTP layers that it counts but that the file lacks are left out.
         """
         later = self.count("nextn_predict_layers")
         layers = self.number("block_count") - later
@@ -125,7 +125,7 @@ class Keys:
         return layers, later if has_mtp(self.header, layers) else 0
 
     def tokens(self, names: Collection[str]) -> list[int]:
-        """Returns the numbers of some tokens, as far as the vocabulary has them."""
+        """Returns the ids of some tokens, without tokens that the vocabulary lacks."""
         known: list[str] = self.header.metadata.get("tokenizer.ggml.tokens") or []
         return [number for number, token in enumerate(known) if token in names]
 
@@ -135,7 +135,7 @@ class Keys:
         return self.header.tensors[tensor].shape[0]
 
     def factors(self, name: str) -> list[float]:
-        """Returns divisors of rotary frequencies, which transformers' reader ignores; none if the file lacks them."""
+        """Returns divisors of rotary frequencies, which transformers' reader ignores; an empty list if none exist."""
         import numpy as np
 
         tensor = self.header.tensors.get(name)
@@ -151,7 +151,7 @@ class Keys:
         return [float(value) for value in values]
 
     def rope(self) -> dict[str, Any]:
-        """Returns the parameters of a rotary embedding of whole heads."""
+        """Returns the parameters of a rotary embedding of whole heads; raises ValueError for a narrower one."""
         head = self.number(
             "attention.key_length",
             self.number("embedding_length") // self.number("attention.head_count"),
@@ -162,7 +162,7 @@ class Keys:
 
     def scaling(self) -> dict[str, Any]:
         """Returns the parameters by which a rotary embedding scales positions beyond those of the first training."""
-        # Files of 2023 have one key for it.
+        # Files of 2023 have another key for the factor.
         key = "rope.scaling.factor"
         if self.get(key) is None and self.number_or_0("rope.scale_linear"):
             key = "rope.scale_linear"
@@ -186,13 +186,13 @@ class Keys:
     def _attention_factor(self, factor: float) -> float:
         """Returns the factor by which YaRN multiplies queries and keys."""
         own: float = self.number("rope.scaling.attn_factor", 1.0)
-        # Its effect is reduced by this multiple of itself, which is 0 in most files.
+        # The product is divided by 1 plus this multiple of the growth; the multiple is 0 in most files.
         reduced = self.number_or_0("rope.scaling.yarn_log_multiplier")
         growth = 0.1 * math.log(factor) if factor > 1 else 0.0
         return own * (1 + growth) / (1 + reduced * growth)
 
     def windows(self, period: int | None = None) -> list[str]:
-        """Returns each layer's kind of attention; `period` is the distance of full ones if the file has none."""
+        """Returns each layer's kind of attention. period: if the file does not say it, one layer in this many is full."""
         layers = int(self.number("block_count"))
         pattern = self.get("attention.sliding_window_pattern")
         if not isinstance(pattern, list):
@@ -278,7 +278,7 @@ def _mistral3(keys: Keys) -> Any:
     fields, rope = keys.fields(), keys.rope()
     growth = keys.number_or_0("attention.temperature_scale")
     # Queries are scaled up after each multiple of the original context. The native engine cannot do
-    # that, so a file is read up to the end of the original context.
+    # that, so the context of such a file ends where the original context ends.
     first = rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
     if growth:
         fields["max_position_embeddings"] = min(first, fields["max_position_embeddings"])
@@ -315,7 +315,7 @@ def _gemma3(keys: Keys) -> Any:
 
 
 def _rope_of_windows(keys: Keys) -> dict[str, Any]:
-    """Returns the rotary embedding of Gemma's layers with a window, which is never scaled."""
+    """Returns the parameters of the rotary embedding in Gemma's layers with a window, which never scales positions."""
     return {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10000.0)}
 
 
@@ -349,7 +349,7 @@ def _gemma4(keys: Keys) -> Any:
         **fields,
         global_head_dim=keys.number("attention.key_length"),
         num_global_key_value_heads=heads[full],
-        # Layers with full attention may have another number of key heads only in this case.
+        # Only in this case may layers with full attention have another number of key heads.
         attention_k_eq_v=f"blk.{full}.attn_v.weight" not in keys.header.tensors,
         num_kv_shared_layers=shared,
         use_double_wide_mlp=len(set(widths)) > 1,
@@ -363,7 +363,7 @@ def _gemma4(keys: Keys) -> Any:
 
 
 def _proportion(keys: Keys) -> dict[str, Any]:
-    """Returns the part of a head that Gemma 4 rotates; in the file, other frequencies have a huge divisor."""
+    """Returns which part of a head Gemma 4 rotates; in the file, the other frequencies have a huge divisor."""
     factors = keys.factors(FREQUENCIES)
     rotated = factors.count(1.0)
     if not rotated or min(factors[rotated:], default=1e30) < 1e29:

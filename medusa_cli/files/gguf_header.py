@@ -1,6 +1,6 @@
 """The header of a GGUF file, read within bounds: its metadata, and the positions of its tensors.
 
-A large model may be split into several files, as by llama-gguf-split. Its first file names it.
+A large model may be split into several files, as llama-gguf-split does. The first file then stands for the model.
 """
 
 import math
@@ -15,7 +15,7 @@ from medusa_cli.errors import UserError, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-# Bounds of a header, several times larger than in any model, because a reader trusts its numbers.
+# Bounds of the numbers in a header, because a reader trusts them. They are several times larger than in any model.
 ENTRIES = 1 << 16  # number of metadata entries, and number of tensors
 ELEMENTS = 1 << 21  # of all arrays together: a vocabulary's tokens, scores, types and merges
 STRING = 1 << 24  # bytes of a text
@@ -26,7 +26,7 @@ SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
 # The end of the name of one of several files that hold a model.
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-# Types of files from 2024 that llama.cpp gave up, by number; it now repacks others when it loads them.
+# Types of weights in files from 2024, by number. llama.cpp gave them up; it now repacks other types at loading.
 REPACKED = {
     31: "Q4_0_4_4",
     32: "Q4_0_4_8",
@@ -40,7 +40,7 @@ ELSEWHERE = "give the folder or the hub id of the model that it was made from"
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file: ggml's name of its type, its shape, and where its bytes begin and end in the file.
+    """A tensor: ggml's name of its type, its shape, and the positions in its file where its bytes begin and end.
 
     file: the index of the file, if the model is split into several.
     """
@@ -54,7 +54,7 @@ class Tensor:
 
 @dataclass
 class Header:
-    """Holds the metadata and the tensors by name; for arrays only their lengths, unless arrays were requested.
+    """Holds the metadata and the tensors by name. Arrays are replaced by their lengths, unless arrays were requested.
 
     files: the files that hold the tensors.
     """
@@ -78,7 +78,7 @@ class Header:
 
     @property
     def dtype(self) -> str:
-        """Returns the name of the torch type for the weights, which is bfloat16 for quantized ones."""
+        """Returns the name of the torch type for the weights, which is bfloat16 for quantized weights."""
         if self.types <= {"F16", "F32"}:
             return "float16" if "F16" in self.types else "float32"
         return "bfloat16"
@@ -99,7 +99,7 @@ def is_first(name: str) -> bool:
 
 
 def file_names(name: str) -> list[str]:
-    """Returns the names of all files of a split model, given that of the first one; for other names only that."""
+    """Returns the names of all files of a split model, given the first file's name; other names are returned alone."""
     if not is_first(name):
         return [name]
     stem, _, count, _ = PART.split(name)
@@ -107,11 +107,11 @@ def file_names(name: str) -> list[str]:
 
 
 def read_header(path: Path, arrays: bool = False) -> Header:
-    """Reads a GGUF file's header; raises UserError for a damaged one before it allocates the claimed sizes.
+    """Reads a GGUF file's header; raises UserError for a damaged header, before it allocates the claimed sizes.
 
-    For the first of several files, the header also holds the tensors of the others. Raises UserError for another one
-    of them, and if one is missing or belongs to another model. arrays: also read the arrays in the metadata, such as
-    a vocabulary's tokens.
+    Given the first of several files, the header also holds the tensors of the other files. Raises UserError if another
+    of these files is given, and if one is missing or belongs to another model. arrays: also read the arrays in the
+    metadata, such as a vocabulary's tokens.
     """
     header = _read_file(path, arrays)
     if header.metadata.get("split.count", 1) not in (0, 1):
@@ -120,7 +120,7 @@ def read_header(path: Path, arrays: bool = False) -> Header:
 
 
 def _add_others(header: Header, path: Path) -> None:
-    """Adds the tensors of a split model's other files to the header of the first one."""
+    """Adds the tensors of a split model's other files to the header of the first file."""
     count = header.metadata["split.count"]
     files = [path.with_name(name) for name in file_names(path.name)]
     if header.metadata.get("split.no") != 0 or len(files) != count:
@@ -247,7 +247,7 @@ class _Reader:
         return count
 
     def _skip_strings(self, count: int) -> None:
-        """Skips `count` texts, of which a vocabulary has about a hundred thousand."""
+        """Skips `count` texts in a fast loop, because a vocabulary has about a hundred thousand."""
         length = struct.Struct("<Q")
         data = self.data
         position = self.position

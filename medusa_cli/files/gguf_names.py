@@ -1,4 +1,4 @@
-"""The tensors of a network's weights in a GGUF file, and how their order and form differ from transformers."""
+"""The tensors for a network's weights in a GGUF file, and how their order and form differ from transformers'."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from typing import Any
 from medusa_cli.errors import UserError, shown
 from medusa_cli.files.gguf_header import Header
 
-# Types of weights that the native library multiplies in their own numbers. Others would take up to 32 bits each.
+# Types of weights that the native library multiplies as they are stored. Other types would take up to 32 bits a weight.
 READABLE = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
@@ -18,7 +18,7 @@ READABLE = (
 WHOLE_GAINS = ("gemma2", "gemma3", "qwen35", "qwen35moe")
 # Architectures with delta nets.
 DELTA_NETS = ("qwen35", "qwen35moe")
-# The gated norm of a delta net's heads, whose weights in transformers are the gains.
+# The gated norm of a delta net's heads; its weights are the gains in transformers, too.
 GATED_NORM = "linear_attn.norm.weight"
 # Architectures whose files interleave the two halves of each query and key head.
 INTERLEAVED = ("llama", "granite", "granitemoe", "mistral3", "smollm3")
@@ -26,7 +26,7 @@ INTERLEAVED = ("llama", "granite", "granitemoe", "mistral3", "smollm3")
 TRANSPOSED_EXPERTS = ("gpt-oss",)
 # Divisors of rotary frequencies, which belong to the config and not to the weights.
 FREQUENCIES = "rope_freqs.weight"
-# Such divisors for texts within the original context, and for longer texts.
+# Divisors of Phi 3's rotary frequencies: for texts within the original context, and for longer texts.
 FACTORS_OF_PHI3 = {"short": "rope_factors_short.weight", "long": "rope_factors_long.weight"}
 # Modules that layers do not need if they use an earlier layer's keys and values.
 KEYS_AND_VALUES = ("attn_k", "attn_v", "attn_k_norm")
@@ -40,18 +40,18 @@ OLDER_NAMES = {
 # Parts around a layer that predicts later tokens (MTP); their names are the same in all
 # architectures.
 PARTS_OF_MTP = re.compile(r"model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|shared_head\.norm)")
-# The last of these norms; a layer without it uses the model's own.
+# The last norm of an MTP layer; a layer without it uses the model's own norm.
 NORM_OF_MTP = "nextn.shared_head_norm"
-# Copies of the model's own matrices in such a layer.
+# Copies of the model's own matrices in an MTP layer.
 COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
 
 
 class GgufNames:
     """Maps weights to tensors in a GGUF file, with the gguf package's table of names.
 
-    weights: those of a network, or of a layer that predicts later tokens, by transformers' names. config: the text
-    config of the model with all these layers. within: the beginning of the names of tensors that all need a weight.
-    Raises ValueError for weights without a tensor, tensors without a weight, shapes that differ and unreadable types.
+    weights: the weights of a network, or of a layer that predicts later tokens, by transformers' names. config: the
+    model's text config, which counts all these layers. within: the prefix of those tensors that must each belong to a
+    weight. Raises ValueError for weights without a tensor, tensors without a weight, other shapes and unreadable types.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class GgufNames:
         self.config = config
 
     def order(self, name: str) -> list[int] | None:
-        """Returns the numbers of a weight's rows in the file, in transformers' order; None if the order is the same."""
+        """Returns, in transformers' order, a weight's row numbers in the file; None if the order is the same."""
         module, _, part = name.rpartition(".")
         module = module.rpartition(".")[2] if part in ("weight", "bias") else part
         rows = self.header.tensors[self.tensors[name]].shape[0]
@@ -113,7 +113,7 @@ class GgufNames:
         return None
 
     def _order_of_heads(self, module: str, rows: int) -> list[int] | None:
-        """Returns the order of queries or keys: a file interleaves the two halves of a head, which rotate together."""
+        """Returns the row order of queries or keys: a file interleaves the halves of a head, which rotate together."""
         config = self.config
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         if module not in heads:
@@ -124,9 +124,9 @@ class GgufNames:
         return [first + row for first in range(0, rows, dim) for row in own]
 
     def _order_of_delta_net(self, module: str, rows: int) -> list[int] | None:
-        """Returns the order for a delta net.
+        """Returns the order of the rows of a delta net's weight.
 
-        llama.cpp stores the first value head of every key head first, then the second ones, and so on.
+        llama.cpp stores the first value head of every key head first, then the second value heads, and so on.
         """
         heads = self._value_heads()
         if heads is None or module in ("norm", "out_proj"):
@@ -140,7 +140,7 @@ class GgufNames:
         return [*range(before), *(before + row for row in own)]
 
     def columns(self, name: str) -> list[int] | None:
-        """Returns the numbers of a matrix's columns in the file, in transformers' order; None if it is the same."""
+        """Returns, in transformers' order, a matrix's column numbers in the file; None if the order is the same."""
         if self.header.architecture not in DELTA_NETS:
             return None
         if not name.endswith("linear_attn.out_proj.weight"):
@@ -149,7 +149,7 @@ class GgufNames:
         return None if heads is None else _expanded(heads, self.config.linear_value_head_dim)
 
     def _value_heads(self) -> list[int] | None:
-        """Returns the file's value heads of a delta net in transformers' order, or None if each key head has one."""
+        """Returns, in transformers' order, the file's numbers of value heads; None if each key head has only one."""
         keys = self.config.linear_num_key_heads
         values = self.config.linear_num_value_heads
         if keys == values:
@@ -157,7 +157,7 @@ class GgufNames:
         return [number * keys + key for key in range(keys) for number in range(values // keys)]
 
     def values(self, name: str, stored: Any) -> Any:
-        """Returns the values that transformers has for a vector (an array) stored in the file."""
+        """Returns the values that transformers has for a vector, given the file's values (both are arrays)."""
         import numpy as np
 
         if name.endswith(".A_log") and self.header.architecture in DELTA_NETS:
@@ -168,7 +168,7 @@ class GgufNames:
 
 
 def names_of(header: Header, network: Any) -> GgufNames:
-    """Returns the names for a network's parameters, and for its buffers that a checkpoint has, such as factors."""
+    """Returns the names for a network's parameters, and for those of its buffers that checkpoints have."""
     saved = network.state_dict()
     buffers = {name: values for name, values in network.named_buffers() if name in saved}
     weights = dict(network.named_parameters()) | buffers
@@ -181,7 +181,7 @@ def has_mtp(header: Header, layer: int) -> bool:
 
 
 def _part_of_mtp(module: str) -> str | None:
-    """Returns the name in a file for a module around a layer that predicts later tokens; None for another module."""
+    """Returns the file's name of a module around an MTP layer (see PARTS_OF_MTP); None for other modules."""
     part = PARTS_OF_MTP.fullmatch(module)
     return part and f"blk.{part[1]}.nextn.{part[2].replace('.', '_')}"
 
@@ -189,11 +189,11 @@ def _part_of_mtp(module: str) -> str | None:
 def _stored_parts(
     name: str, shape: tuple[int, ...], transposed: bool
 ) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
-    """Yields the parts of a weight that a file stores: name, module and kind in gguf's table, and shape.
+    """Yields the parts of a weight, as a file stores them: name, module and kind in gguf's table, and shape.
 
-    A file stores the gates of all experts separately from their up matrices. Both are named after
-    their module, followed by .gate or .up, and biases by .gate_bias or .up_bias. transposed: the
-    network has the transposed matrices of experts.
+    A file stores the gates of all experts separately from their up matrices. The names of these parts are the
+    module's name with .gate or .up, and with .gate_bias or .up_bias for biases. transposed: the network's matrices
+    of experts are transposed.
     """
     known = name
     for own, older in OLDER_NAMES.items():
@@ -227,8 +227,8 @@ def _expanded(order: list[int], width: int) -> list[int]:
 def _is_left_out(tensor: str, config: Any) -> bool:
     """Returns True for a tensor that a model does not need.
 
-    It belongs to a layer after the last one, which predicts later tokens (MTP), is a copy in such a layer, or is a
-    key's or a value's in a layer that uses those of an earlier one.
+    Such a tensor belongs to a layer after the last one, which predicts later tokens (MTP), or is a copy in an MTP
+    layer, or makes keys or values in a layer that uses an earlier layer's.
     """
     block, _, rest = tensor.removeprefix("blk.").partition(".")
     if not tensor.startswith("blk.") or not rest or not block.isdigit():

@@ -9,11 +9,11 @@ from medusa_cli.errors import shown
 from medusa_cli.files.gguf_header import Header
 
 log = logging.getLogger(__name__)
-# The type of a vocabulary's entry that stands for no token.
+# The type of those entries in a vocabulary that are not tokens.
 UNUSED = 5
-# Names of the splits of GPT-2; older files name none.
+# Names of the pre-tokenizers that split texts as GPT-2 does; older files name none.
 LIKE_GPT2 = (None, "default", "gpt-2", "gpt2")
-# Names of the splits of vocabularies that separate every digit, and split the rest as GPT-2 does.
+# Names of the pre-tokenizers that separate every digit, and split the rest as GPT-2 does.
 DIGIT_BY_DIGIT = ("codeshell", "command-r", "exaone", "refact", "smollm", "starcoder")
 
 
@@ -35,7 +35,7 @@ def own_tokenizer(header: Header, source: dict[str, Any]) -> Any:
 def split_digits(header: Header, tokenizer: Any) -> None:
     """Makes a tokenizer split numbers into digits if its vocabulary needs that; transformers' reader ignores this rule.
 
-    Logs a warning if the vocabulary's way of splitting texts is unknown.
+    Logs a warning if the file's pre-tokenizer is unknown.
     """
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
@@ -62,7 +62,7 @@ def leave_out_unused(header: Header, tokenizer: Any) -> None:
     vocabulary = file.get("model", {}).get("vocab")
     if not isinstance(vocabulary, dict):
         return
-    # Names that are parts of other names must stay.
+    # Names that take part in merges must stay.
     parts = {part for merge in file["model"].get("merges", ()) for part in merge}
     kept = {name: id for name, id in vocabulary.items() if id not in unused or name in parts}
     if len(kept) < len(vocabulary):

@@ -15,7 +15,7 @@ from medusa_cli.files.catalogue import DEFAULT_MODEL, DEFAULT_SEED
 from medusa_cli.files.gguf_header import PART, file_names, is_first
 
 log = logging.getLogger(__name__)
-# Seconds after which the hub counts as unreachable. Its client would try for some twenty seconds.
+# Seconds after which the hub counts as unreachable. The hub's client would try for some twenty seconds.
 PATIENCE = 4
 # The HTTP statuses of a hub that is reachable but cannot answer now: too many requests, and server
 # errors.
@@ -25,10 +25,10 @@ MOST_NAMED = 12
 
 
 def hub_folder(name: str, patterns: Sequence[str], named: str) -> Path:
-    """Returns the folder in the hub's cache that holds a repository's files with these patterns.
+    """Returns the folder in the hub's cache that holds the files of a repository that match these patterns.
 
-    New files are downloaded; without a network, the cached files are used. Raises UserError, with the setting `named`,
-    for a repository that is not available.
+    New files are downloaded; without a network, the cached files are used. Raises UserError, which names the setting
+    `named`, for a repository that is not available.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -81,7 +81,7 @@ def _is_reachable(name: str) -> bool:
 
 @contextmanager
 def hub_left_as_it_was() -> Iterator[None]:
-    """Lets the hub's client use the network again after a block in which it was kept offline."""
+    """Lets the hub's client use the network again after a block, if `go_offline_unless_reachable` kept it offline."""
     try:
         yield
     finally:
@@ -93,13 +93,13 @@ def hub_left_as_it_was() -> Iterator[None]:
             go_offline_unless_reachable.cache_clear()
 
 
-# The repositories for which the hub could not be asked.
+# The repositories about which the hub could not be asked.
 _kept_off: set[str] = set()
 
 
 @cache
 def go_offline_unless_reachable(name: str) -> None:
-    """Keeps the hub's client to its cache from now on if the hub cannot be asked about a cached repository.
+    """Restricts the hub's client to its cache from now on, if the hub cannot be asked about a cached repository.
 
     Otherwise transformers would wait some twenty seconds for each file that the cache lacks.
     """
@@ -115,7 +115,7 @@ def go_offline_unless_reachable(name: str) -> None:
 
 @cache
 def hub_answers(endpoint: str) -> bool:
-    """Returns True if the hub answers within PATIENCE seconds, with any status; it is asked once in a process.
+    """Returns True if the hub answers within PATIENCE seconds, with any status. A process asks the hub only once.
 
     The client's own limit applies to each address of the hub, so several silent addresses would take longer.
     """
@@ -142,7 +142,7 @@ def names_gguf(name: str) -> bool:
 
 
 def kept_gguf(name: str) -> Path | None:
-    """Returns the GGUF file that OWNER/NAME:TAG names in the hub's cache; None if it is not there."""
+    """Returns the GGUF file that OWNER/NAME:TAG names in the hub's cache; None if the file is not there."""
     repository, _, tag = name.partition(":")
     if (folder := _cached_folder(repository)) is None:
         return None
@@ -153,11 +153,11 @@ def kept_gguf(name: str) -> Path | None:
 
 @cache
 def hub_gguf(name: str) -> Path:
-    """Returns the GGUF file that OWNER/NAME:TAG names; it is downloaded unless it is in the hub's cache.
+    """Returns the GGUF file that OWNER/NAME:TAG names; downloads the file unless it is in the hub's cache.
 
-    TAG is the end of the file's name, such as Q4_K_M, or the whole name. For a model in several files, it is the first
-    one, and all are downloaded. Raises UserError for a repository that is not available, and for a tag that matches no
-    file or several.
+    TAG is the end of the file's name, such as Q4_K_M, or the whole name. If a model has several files, all are
+    downloaded, and the first is returned. Raises UserError for a repository that is not available, and for a tag that
+    matches no file or several.
     """
     from huggingface_hub import snapshot_download
 
@@ -187,7 +187,7 @@ def repository_files(repository: str, kind: str = "model") -> list[str]:
 
 
 def _cached_folder(repository: str) -> Path | None:
-    """Returns the folder in the hub's cache that holds some or all files of a repository; None if none does."""
+    """Returns the folder in the hub's cache that holds some or all files of a repository; None if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HFValidationError,
@@ -206,7 +206,7 @@ def _cached_folder(repository: str) -> Path | None:
 def gguf_files(files: Iterable[str]) -> list[str]:
     """Returns the GGUF files of a repository that name a model: whole files, and the first file of split models.
 
-    Files for vision are left out, and so is a model that lacks one of its files.
+    Files for vision are left out, and so are models that lack one of their files.
     """
     stored = set(files)
     return sorted(
@@ -227,7 +227,7 @@ def tags_remedy(repository: str, files: Sequence[str]) -> str:
 
 
 def _of_tag(stored: Sequence[str], tag: str) -> list[str]:
-    """Returns the file named `tag`, or else the files whose names end in it (before the number of a part)."""
+    """Returns the file named `tag`; if there is none, the files whose names end in `tag`, not counting part numbers."""
     if tag in stored:
         return [tag]
     end = re.compile(rf"(^|[-_./]){re.escape(tag)}\.gguf$", re.IGNORECASE)
@@ -327,8 +327,8 @@ def hub_rows(
 ) -> Iterator[Any]:
     """Yields the rows of one split of a hub dataset.
 
-    This is the given split, else the first one in `prefer` that exists, else the first one of all. Raises UserError,
-    with the setting `named`, for a dataset or a split that does not exist.
+    The split is the given one, else the first split in `prefer` that exists, else the dataset's first split. Raises
+    UserError, which names the setting `named`, for a dataset or a split that does not exist.
     """
     from datasets import load_dataset
 

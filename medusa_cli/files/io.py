@@ -19,13 +19,13 @@ import yaml
 
 from medusa_cli.errors import UserError, shown
 
-# The prefix of unfinished files; the next writer removes those of a writer that was killed.
+# The prefix of unfinished files. If a writer was killed, the next writer removes its unfinished files.
 TEMPORARY = ".medusa-part-"
 _LEFTOVER = re.compile(re.escape(TEMPORARY) + r"[a-z0-9_]{8}\..+")
 _GAP = re.compile(r"[ \t\r\n,]*")
 T = TypeVar("T")
 Document = dict[str, Any]  # a JSON object
-# Limits of a document. Benches hold all their questions and answers.
+# Limits of a document. The documents of benches hold all questions and answers.
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64  # nesting depth of YAML
 BOM = b"\xef\xbb\xbf"  # some programs begin UTF-8 files with it
@@ -48,13 +48,13 @@ def write_json(path: Path, obj: Any) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path to write; on success, its file replaces `path`, or the file that `path` links to.
 
-    The file keeps the mode of the one that it replaces. A new one gets the mode that the umask gives.
+    The new file gets the mode of the file that it replaces, or else the mode that the umask gives.
     """
     if path.is_symlink():
         path = path.resolve()
     with _temporary(path, folder=False) as part:
         mode = _mode_of(path if path.exists() else part)
-        part.chmod(mode | stat.S_IRUSR | stat.S_IWUSR)  # until now, only the owner could read it
+        part.chmod(mode | stat.S_IRUSR | stat.S_IWUSR)  # the owner must be able to write it
         yield part
         _flush(part)
         part.chmod(mode)
@@ -63,7 +63,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder to fill; on success, it replaces `path`, or the folder that `path` links to.
+    """Yields an empty folder to fill; on success, the folder replaces `path`, or the folder that `path` links to.
 
     The folder and its files get the same modes as with `replacing`.
     """
@@ -72,7 +72,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     with _temporary(path, folder=True) as part:
         new_mode = _mode_of(part)
         try:
-            part.chmod(stat.S_IRWXU)  # until now, only the owner could read it
+            part.chmod(stat.S_IRWXU)  # only the owner may read it until it is complete
             yield part
             for written in part.rglob("*"):
                 if written.is_file():
@@ -87,7 +87,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _temporary(path: Path, folder: bool) -> Iterator[Path]:
-    """Yields a new file or folder next to `path`, locked while its writer lives; removes it if it is left over."""
+    """Yields a new file or folder next to `path`, locked while its writer lives; then removes it if it still exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent)
     while True:
@@ -119,9 +119,9 @@ def _mode_of(path: Path) -> int:
 
 
 def _set_mode(written: Path, old: Path, new_mode: int) -> None:
-    """Gives a file or folder the mode of the old one, or else the mode of new folders; files are never executable.
+    """Gives a file or folder the mode of the old one, or else the mode of new folders; new files are not executable.
 
-    safetensors writes files that only their owner can read.
+    Otherwise only the owner could read the files that safetensors writes.
     """
     if written.is_symlink():
         return
@@ -257,7 +257,7 @@ def _parse(text: str | bytes) -> Any:
 
 # The description of a lone surrogate in error messages.
 HALF = "half a character"
-KEYS = 8  # most keys that a report names
+KEYS = 8  # the maximum number of keys that a report names
 
 
 def is_whole(text: str) -> bool:
@@ -270,12 +270,12 @@ def is_whole(text: str) -> bool:
 
 
 class Malformed(ValueError):
-    """An error for an unusable record; its text is the reason under which the record is counted."""
+    """Says why a record is unusable; a report counts the record under this text."""
 
 
 @dataclass
 class ReadReport:
-    """Counts the records that were read, the skipped records by reason, and keys that are not read."""
+    """Counts the records that were read, the skipped records by reason, and the keys that were not read."""
 
     read: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
@@ -331,7 +331,7 @@ def read_jsonl(
 ) -> Iterator[Any]:
     """Yields each JSON value in a JSONL file; blank lines are left out.
 
-    on_bad: receives the number of a line that is not JSON, and what is wrong with it. The line is skipped unless on_bad
+    on_bad: receives the number of a line that is not JSON, and the line's fault. The line is skipped unless on_bad
     raises. array: read a file that begins with "[" as one JSON array.
     """
     for number, value in _array_items(path) if array and _is_array(path) else _lines(path):
@@ -372,7 +372,7 @@ def _is_array(path: Path) -> bool:
 
 
 def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields the number and the value of each item of a JSON array, and a ValueError where the array is cut off.
+    """Yields the items of a JSON array as number and value; if the array is cut off, the last value is a ValueError.
 
     The file is read in chunks, so that seeds of several gigabytes need not fit into memory.
     """
@@ -402,7 +402,7 @@ def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def repair_jsonl(path: Path) -> None:
-    """Removes a last line that is not JSON, and adds a missing line break at the end; a crash may leave either."""
+    """Removes a last line that is not JSON, or adds the line break that it lacks; a crash may leave such a line."""
     end = good = 0
     last = b""
     with path.open("r+b") as stream:
@@ -421,7 +421,7 @@ def repair_jsonl(path: Path) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses deep nesting, repeated keys, and aliases, which may expand to a value that fills the memory."""
+    """Refuses deep nesting, repeated keys and aliases. Aliases may expand to a value that fills the memory."""
 
     depth = 0
 

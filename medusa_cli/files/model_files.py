@@ -1,4 +1,4 @@
-"""Reading of a model's files, and refusal of unusable models, without torch, whose import takes a second."""
+"""Reads a model's files and refuses unusable models, without torch, because importing torch takes a second."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ TOKENIZER_FILES = ("token", "vocab", "spiece", "tekken")
 STATE_UPDATES = ("update_conv_state", "update_recurrent_state")
 # Flags of network classes whose attention can be replaced.
 ATTENTION_FLAGS = ("_supports_sdpa", "_supports_attention_backend")
-# Configs with these fields have sparse attention, where a small network chooses the tokens that
+# Configs with these fields have sparse attention, in which a small network chooses the tokens that
 # each query reads.
 INDEXERS = ("index_topk", "indexer_budget", "indexer_n_heads")
 INDEXED = "sparse attention, in which an indexer chooses the tokens that each token reads"
@@ -32,7 +32,7 @@ OUTSIDE = (
     "Mamba or linear-attention layers (a running state) that keep it outside transformers' cache"
 )
 PREFIX_LM = "a prompt's tokens see those that follow in it (a prefix LM)"
-# Suggestions instead of a refused model, by the prefix of its type.
+# Models to suggest in place of a refused model, by the prefix of its type.
 INSTEAD = {
     "axk": "A.X-K1",
     "deepseek": "DeepSeek V3",
@@ -54,7 +54,7 @@ LAYER = re.compile(
     r"(?:(?:model|language_model|text_model|transformer|gpt_neox|decoder|backbone)\.)*(?:layers|h|blocks)\.(\d+)\."
 )
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
-# Parts of layers after the last one, which predict later tokens.
+# Parts of the names of tensors in layers after the last one, which predict later tokens.
 OF_MTP = ("eh_proj", "enorm", "hnorm", "shared_head", "mtp")
 GIT_LFS = b"version https://git-lfs"
 
@@ -75,9 +75,9 @@ def check_model_files(model: ModelSource) -> None:
 
 
 def check_weights(model: ModelSource) -> None:
-    """Raises UserError for a model's safetensors files that are missing or damaged, as after a broken download.
+    """Raises UserError if a model's safetensors files are missing, or damaged, for example by a broken download.
 
-    Reads only their headers. Warns of an index that is not followed, and of layers that the config does not count.
+    Reads only the files' headers. Warns of an index that is not used, and of layers that the config does not count.
     """
     if model.kind in ("random", "gguf"):
         return
@@ -99,7 +99,7 @@ def check_weights(model: ModelSource) -> None:
 
 
 def _warn_of_more_layers(model: ModelSource) -> None:
-    """Warns if a model's files hold more layers than its config counts, except for those that predict later tokens."""
+    """Warns if a model's files hold layers that its config does not count, except layers that predict later tokens."""
     text = model.text_fields
     counts = [text[key] for key in LAYER_COUNTS if isinstance(text.get(key), int)]
     stored: dict[int, str] = {}

@@ -29,7 +29,7 @@ CONFIG, AGAIN = "the model's config", "download the model again"
 # Number of samples that represent a file's content, and bytes per sample.
 STAMPED = 64
 STAMP_BYTES = 4096
-# The files of a repository that a model is loaded from.
+# Patterns of the files that a model is loaded from, for a repository on the hub.
 MODEL_FILES = ("*.safetensors", *(f"*{ending}" for ending in adapter.COPIED))
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class Shards:
 
 
 class _read_once(cached_property[T]):
-    """A property that is kept, except for a model of the hub, whose files may be fetched later."""
+    """A property whose value is kept, except for a model of the hub, because its files may be fetched later."""
 
     def __get__(self, source: Any, owner: Any = None) -> T:  # type: ignore[override]
         value = super().__get__(source, owner)
@@ -87,7 +87,7 @@ class ModelSource:
 
     @property
     def must_be_fetched(self) -> bool:
-        """Returns True for a GGUF file, or for the model of an adapter, that is not on this machine."""
+        """Returns True if the GGUF file, or the model of the adapter, is not on this machine."""
         if self.name in MODELS:
             return not place_of(MODELS[self.name]).exists()
         if adapter.is_adapter(expanded(self.name)):
@@ -146,7 +146,7 @@ class ModelSource:
     def _extracted(self, path: Path) -> Path:
         """Returns the folder with the config and tokenizer of a GGUF file; each version of the reader writes it once.
 
-        If the cache cannot be written, the folder is a temporary one of this process.
+        If the cache cannot be written, the folder is temporary, for this process only.
         """
 
         def make(part: Path) -> None:
@@ -155,9 +155,9 @@ class ModelSource:
         return _built(f"gguf-{file_stamp(path)}-{_reader_stamp()}", make)
 
     def _merged(self, path: Path) -> Path:
-        """Returns the folder with the model that a LoRA adapter makes of its base; each state of both is merged once.
+        """Returns the folder of a LoRA adapter merged into its base; merges again only if files of either have changed.
 
-        Raises UserError if the base is not safetensors files, or if the adapter does not fit it.
+        Raises UserError if the base has no safetensors files, or if the adapter does not fit the base.
         """
         base = self.base
         if base.kind == "hub":
@@ -178,7 +178,7 @@ class ModelSource:
 
     @_read_once
     def base(self) -> "ModelSource":
-        """Returns the model of an adapter; raises UserError for one that cannot be merged."""
+        """Returns the model that an adapter belongs to; raises UserError for an adapter that cannot be merged."""
         path = expanded(self.name)
         name = adapter.read_config(path).base_model_name_or_path
         if not name:
@@ -226,7 +226,7 @@ class ModelSource:
 
     @_read_once
     def index(self) -> dict[str, str]:
-        """Returns the file of each tensor as the checkpoint's index names it; empty if the index is not followed."""
+        """Returns the file of each tensor by the checkpoint's index; an empty dict if the index is not used."""
         single, index = (self.file(name) for name in WEIGHTS)
         if single is not None or index is None:
             return {}
@@ -242,7 +242,7 @@ class ModelSource:
 
     @property
     def weights_in_gguf(self) -> bool:
-        """Returns True if the GGUF file holds the weights, and not the folder made of it."""
+        """Returns True if the weights are in the GGUF file, and not in the folder that is made of it."""
         return self.kind == "gguf" and not self.checkpoint
 
     @_read_once
@@ -255,7 +255,7 @@ class ModelSource:
 
     @_read_once
     def tensors(self) -> dict[str, tuple[list[int], str]]:
-        """Returns the shape and type, such as "BF16", of each tensor in the checkpoint; empty if it is unreadable."""
+        """Returns the shape and type, such as "BF16", of each tensor in the checkpoint; nothing if it is unreadable."""
         from safetensors import SafetensorError
 
         try:
@@ -305,7 +305,7 @@ def _no_model(name: str, path: Path) -> UserError:
 
 
 def _built(name: str, make: Callable[[Path], None]) -> Path:
-    """Returns a folder of the cache, or of this process if the cache cannot be written; `make` writes it once."""
+    """Returns a folder in the cache, or a temporary one if the cache cannot be written; `make` writes it once."""
     try:
         return build_once(home() / "models" / name, make)
     except ReadOnlyCache:
@@ -330,7 +330,7 @@ def _reader_stamp() -> str:
 def file_stamp(path: Path) -> str:
     """Returns a digest of a large file's size, inode, times and samples of its content.
 
-    A program can set the time of a modification, but not that of a change (ctime).
+    Programs can set the time of a file's modification (mtime), but not the time of its change (ctime).
     """
     stat = path.stat()
     facts = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)

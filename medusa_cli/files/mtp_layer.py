@@ -1,7 +1,7 @@
 """The multi-token prediction (MTP) layer in a model's own checkpoint, found by the names of its tensors.
 
 transformers ignores these tensors when it loads a model. Makers use different names and different orders of the
-projection's input. The gains of RMS norms are 1 + w if those of the model's own norms are.
+projection's input. The gains of RMS norms are 1 + w if the gains of the model's own norms are.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ NAME = "mtp"
 # tokens.
 LEVELS = 4
 EMBEDDING = "embed_tokens.weight"
-# Fields of a model's config that do not describe a layer, or that count layers that are absent.
+# Fields of a model's config that do not describe a layer, or that describe layers which the drafter lacks.
 LEFT_OUT = (
     *("architectures", "auto_map", "layer_types", "mlp_layer_types", "mlp_only_layers"),
     *("per_layer_config", "quantization_config", "torch_dtype", "dtype"),
@@ -35,7 +35,7 @@ class Layout:
     """Maps our names of the parts around the layer to a maker's names.
 
     state_first: the projection reads [state; embedding], not [embedding; state]. inside: the prefix
-    of the names of the layer's own parts.
+    of the names of the layer's own parts. prefix: the prefix of all names.
     """
 
     fc: str
@@ -60,7 +60,7 @@ class Layout:
         return f"mtp.layer.{inner.removeprefix(self.inside)}"
 
     def theirs(self, name: str) -> str:
-        """Returns a checkpoint's name for a tensor of the layer with the parts around it."""
+        """Returns the checkpoint's name for a tensor of the layer or of the parts around it."""
         part, _, end = name.rpartition(".")
         if part.startswith("layer."):
             return f"{self.prefix}{self.inside}{part.removeprefix('layer.')}.{end}"
@@ -105,7 +105,7 @@ def _places(depth: int) -> dict[str, Layout]:
 def missing_projection(names: Collection[str], depth: int) -> str | None:
     """Returns the name of the missing projection of an MTP layer whose norms are there; None if there is no norm.
 
-    names: those of the tensors in a checkpoint, and in its index.
+    names: the names of the tensors in a checkpoint and in its index.
     """
     for name in names:
         for place, layout in _places(depth).items():
@@ -118,7 +118,7 @@ def missing_projection(names: Collection[str], depth: int) -> str | None:
 def layout_of(model: ModelSource) -> Layout | None:
     """Returns the layout of a model's MTP layer, or None if the model's files on this machine have none.
 
-    In a GGUF file, the layers of all makers are like GLM's. Those that the file holds are counted in its config.
+    In a GGUF file, the MTP layers of all makers have GLM's layout, and the config counts those that the file holds.
     """
     if model.kind == "random" or model.must_be_fetched:
         return None
@@ -131,9 +131,9 @@ def layout_of(model: ModelSource) -> Layout | None:
 
 
 def need_layout(model: ModelSource) -> Layout:
-    """Returns the layout of a model's MTP layer, downloading a hub id; raises UserError if the checkpoint has none.
+    """Returns the layout of a model's MTP layer; downloads a hub model. Raises UserError if there is no such layer.
 
-    Named models have none.
+    Named models have no MTP layer.
     """
     if model.must_be_fetched and model.name not in MODELS:
         hub_gguf(model.name)
@@ -173,7 +173,7 @@ def _no_layer(model: ModelSource) -> UserError:
 
 
 def mtp_settings(model: ModelSource) -> dict[str, Any]:
-    """Returns the config.json for the drafter in a model's checkpoint; raises UserError if it has none."""
+    """Returns the config.json for the drafter in a model's checkpoint; raises UserError if there is no MTP layer."""
     layout = need_layout(model)
     text = {key: value for key, value in model.text_fields.items() if key not in LEFT_OUT}
     experts = any(".experts." in (layout.ours(name) or "") for name in model.tensors)
@@ -211,7 +211,7 @@ def own_drafter(model: ModelSource) -> Path:
 
 
 def _with_config(folder: Path, settings: dict[str, Any]) -> Path:
-    """Returns a folder with the settings in its config.json, which is written unless it is there."""
+    """Returns a folder with the settings in its config.json, which is written unless it already has them."""
     path = folder / "config.json"
     if not path.is_file() or read_object(path, "the drafter's config") != settings:
         folder.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ def home() -> Path:
 
 @cache
 def temporary_home() -> Path:
-    """Returns a folder for this process in place of a cache that cannot be written; it is removed at exit."""
+    """Returns a folder for this process, to use if the cache cannot be written; the folder is removed at exit."""
     log.warning(f"the cache {home()} cannot be written: each start reads the model's files anew")
     folder = tempfile.TemporaryDirectory(prefix="medusa-")
     atexit.register(folder.cleanup)

@@ -1,4 +1,4 @@
-"""The process that runs this code: the program's own, or that of a caller of the Python API."""
+"""The process that runs this code: the program's own, or one that calls the Python API."""
 
-# True in the `medusa` program and the processes that it starts. Only there may limits of the process change.
+# True in the `medusa` program and in the processes that it starts. Only these may change limits of their process.
 owned = False

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Hides transformers' progress bars in a block; its caller keeps its own setting."""
+    """Hides transformers' progress bars within a block, then restores the setting of the caller."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -33,7 +33,7 @@ def read_weights(
     ids: Mapping[str, Sequence[int]] = {},
     types: Sequence[str] = FLOATS,
 ) -> "dict[str, Tensor]":
-    """Returns the tensors in `shapes` (None: all in the file), which must have `types`, and the integers in `ids`.
+    """Returns the tensors in `shapes` (None: all in the file), of one of the `types`, and the integer tensors in `ids`.
 
     Other tensors are not read. 8-bit matrices are returned as fp32. Raises UserError for the first
     tensor that is missing, has another shape or type, or is not finite. Nothing is allocated before
@@ -81,8 +81,8 @@ def _expected(
 ) -> tuple[dict[str, tuple[list[int], Sequence[str]]], list[str]]:
     """Returns the shape and types that each tensor must have, and the names of the 8-bit matrices.
 
-    stored: the type and shape of all tensors in the file. shapes: those of the tensors to read, None
-    for all.
+    stored: the type and shape of all tensors in the file. shapes: the shapes of the tensors to read,
+    None for all tensors.
     """
     in_8_bits = {key for key, (kind, _) in stored.items() if kind in INT8 and key + SCALE in stored}
     if shapes is None:
@@ -124,9 +124,9 @@ def from_int8(rounded: "Tensor", scales: "Tensor") -> "Tensor":
 def opened(
     files: Sequence[Path], framework: str, shards: Mapping[str, str] = {}
 ) -> Iterator[dict[str, Any]]:
-    """Opens a checkpoint's files and yields slices of their tensors by name, which read only what is needed.
+    """Opens a checkpoint's files and yields slices of their tensors by name; a slice reads only the part asked for.
 
-    Of several tensors with one name, the one in the file that `shards` names is taken, else the last.
+    If several files have a tensor of one name, the file that `shards` names is used, else the last file.
     """
     from safetensors import safe_open
 

@@ -57,7 +57,7 @@ def refusals(body: type[BaseModel], *statuses: int) -> dict[int | str, dict[str,
 
 
 def answers(body: type[BaseModel], media: str) -> dict[int | str, dict[str, Any]]:
-    """Returns the answers of a route, which may be streams of type `media`, and its refusals, for the OpenAPI schema."""
+    """Returns a route's answers, which may be streams of type `media`, and its refusals, for the OpenAPI schema."""
     return {**refusals(body), 200: {"content": {media: {}}}}
 
 
