@@ -192,7 +192,7 @@ class Keys:
         return own * (1 + growth) / (1 + reduced * growth)
 
     def windows(self, period: int | None = None) -> list[str]:
-        """Returns each layer's kind of attention. period: if the file does not say it, one layer in this many is full."""
+        """Returns each layer's kind of attention. period: unless the file says it, one layer in this many is full."""
         layers = int(self.number("block_count"))
         pattern = self.get("attention.sliding_window_pattern")
         if not isinstance(pattern, list):
