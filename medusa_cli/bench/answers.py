@@ -1,4 +1,4 @@
-"""Answers of methods to the questions of a bench: asked in turns, timed, and compared by the model's logits."""
+"""The answers of all methods to a bench's questions: interleaved, timed, and compared by the model's logits."""
 
 import logging
 import math
@@ -21,10 +21,10 @@ from medusa_cli.model import Backbone
 WARM_UP_TOKENS = 24
 log = logging.getLogger(__name__)
 
-# Receives a method's name, the results that it is answering, and new tokens. An empty list means
-# that the answers to this turn are complete.
+# Receives a method's name, the results of the questions that it is answering, and new tokens. An
+# empty list of tokens means that the answers to this turn are complete.
 OnTokens = Callable[[str, list[Result], list[int]], None]
-# Makes the context that is entered around methods that share a backbone; receives the number of
+# Returns the context manager for a run of methods that share a backbone; receives the number of
 # turns that they answer.
 Watch = Callable[[Backbone, int], AbstractContextManager[OnTokens]]
 
@@ -34,7 +34,7 @@ def unwatched(backbone: Backbone, turns: int) -> AbstractContextManager[OnTokens
 
 
 class Clock:
-    """Times an answer while it passes new tokens on."""
+    """Times an answer, and passes its new tokens on."""
 
     def __init__(self, on_tokens: Callable[[list[int]], None]) -> None:
         self._on_tokens = on_tokens
@@ -99,13 +99,15 @@ def answer_all(
 def _warm_up(
     methods: Mapping[str, Method], results: list[Result], tokens: int, batch_size: int, cached: bool
 ) -> None:
-    """Lets each method begin to answer the first prompt, alone and in a batch."""
+    """Lets each method begin to answer the first prompt, as a single sequence and in a batch."""
     prompt = results[0].prompts[0]
     if cached:
-        # Only the second half: a run of the whole prompt would leave it in the prefix cache.
+        # Only the second half is run, because a run of the whole prompt would leave the prompt in
+        # the prefix cache.
         prompt = prompt[len(prompt) // 2 :]
     for method in methods.values():
-        # A single sequence drafts, which packs the drafter's weights; a batch may use no drafts.
+        # A single sequence drafts, so that the drafter's weights are packed. A batch may use no
+        # drafts.
         for together in sorted({1, min(batch_size, len(results))}):
             method([prompt] * together, tokens, lambda new: None)
 
@@ -117,7 +119,7 @@ def _timed(
     max_new_tokens: int,
     on_tokens: Callable[[list[int]], None],
 ) -> list[Measurement]:
-    """Returns a method's answers to the prompts of a turn, with the share of the time that each took by its tokens."""
+    """Returns a method's answers to the prompts of a turn; the time is divided among the answers by their tokens."""
     clock = Clock(on_tokens)
     answers = method([result.prompts[turn] for result in results], max_new_tokens, clock)
     seconds = clock.seconds() / max(sum(answer.tokens for answer in answers), 1)
@@ -129,7 +131,7 @@ def _timed(
 
 
 def _add_prompt(backbone: Backbone, result: Result, turn: int, reference: str) -> None:
-    """Adds the prompt of the turn after the answered ones, if there is such a turn and it fits in the context.
+    """Adds a turn's prompt if the question has this turn, and if its prompt and the earlier prompts fit in the context.
 
     Raises UserError if a first turn does not fit.
     """
@@ -159,7 +161,8 @@ def first_difference(
 ) -> dict[str, Any] | None:
     """Returns where a method's tokens first differ from the reference's, or None if they are identical.
 
-    margin: the difference between the model's logits of the two tokens. If it is near 0, rounding decided a tie.
+    margin: the difference between the model's logits of the two tokens. If the margin is near 0, rounding decided a
+    tie.
     """
     pairs = zip(result.answers[reference].turns, result.answers[name].turns, strict=True)
     for turn, (expected, actual) in enumerate(pairs):
@@ -181,7 +184,8 @@ def first_difference(
 def likelihood(backbone: Backbone, results: Sequence[Result]) -> dict[str, dict[str, float]]:
     """Returns how likely each method's first-turn answers are under the model's distribution at temperature 1.
 
-    nll: nats per token. perplexity: its exponential. agreement: the share of tokens that are the model's first choice.
+    nll: the negative log-likelihood in nats per token. perplexity: the exponential of nll. agreement: the share of
+    tokens that are the model's first choice.
     """
     quality = {}
     for name in results[0].answers:
@@ -192,7 +196,8 @@ def likelihood(backbone: Backbone, results: Sequence[Result]) -> dict[str, dict[
             prompt = result.prompts[0]
             answer = result.answers[name].turns[0]
             cache = backbone.engine.new_cache()
-            # A whole prompt's logits would take gigabytes.
+            # Only the prompt's last position gives logits. Those of the whole prompt would take
+            # gigabytes.
             if len(prompt) > 1:
                 backbone.engine.forward(Plan.chain(prompt[:-1], logits="none"), cache)
             rest = Plan.chain([prompt[-1], *answer[:-1]], logits="all")

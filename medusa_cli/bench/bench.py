@@ -1,4 +1,4 @@
-"""A bench: loads transformers' model and then ours, has all methods answer, and returns one document."""
+"""A bench: loads transformers' model and then ours, lets all methods answer, and returns one document."""
 
 import gc
 import importlib.metadata
@@ -147,7 +147,7 @@ class Bench:
     def _document(
         self, backbone: Backbone, loaded: Loaded, results: list[Result]
     ) -> dict[str, Any]:
-        """Returns all measured figures, and the settings and versions behind them."""
+        """Returns all measured figures, and the settings and versions with which they were measured."""
         plain = {name: plain_of(name, self.methods, self.peers) for name in self.methods}
         summary = summarize(results, self._differences(backbone, results), plain)
         for name, figures in summary["methods"].items():
@@ -157,7 +157,7 @@ class Bench:
                 turns = result.answers[name].turns
                 row["turns"] = [backbone.decode(turn).strip() for turn in turns]
         # Quantized weights form a different model. The likelihood of the plain model's answers
-        # shows how far it has moved.
+        # under the quantized model shows how far the two differ.
         asks_quality = not self.sampling.greedy or backbone.engine.quantize is not None
         return {
             "title": self.title,
@@ -263,7 +263,7 @@ class Bench:
         options = replace(
             options, engine="eager", dtype=name, quantize=quantize, activations="auto", kv="fp32"
         )
-        # With gradients, the layers are not replaced.
+        # A model that is loaded for gradients keeps its own layers.
         backbone = self._load(options, gradients=True)
         backbone.take_own_attention()
         return backbone
@@ -311,7 +311,7 @@ class Bench:
 def _describe(choice: Choice, drafter: Drafter | None, policy: DraftPolicy) -> dict[str, Any]:
     """Returns a description of a method's drafter and policy.
 
-    tree: the file that the tree comes from, or None if the tree was searched.
+    tree: the file from which the tree was read, or None if the tree was searched.
     """
     assert choice.drafter is not None and drafter is not None
     return {
@@ -351,7 +351,7 @@ def environment(device: torch.device) -> dict[str, str | int]:
 
 
 def save(document: dict[str, Any], folder: Path) -> Path:
-    """Writes a bench to a folder in a file named after the current time; returns its path."""
+    """Writes a bench to a folder in a file named after the current time; returns the file's path."""
     path = folder / f"{datetime.now(UTC):%Y-%m-%dT%H%M%S-%f}.json"
     write_json(path, document)
     return path

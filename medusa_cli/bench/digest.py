@@ -1,4 +1,4 @@
-"""The digest of a model's logits, which all instruction sets and machines share in the native engine."""
+"""The digest of a model's logits in the native engine, which is the same on all instruction sets and machines."""
 
 from hashlib import sha256
 

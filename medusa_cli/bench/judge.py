@@ -55,10 +55,10 @@ class Task(NamedTuple):
 
 
 def tasks(questions: Sequence[Question], texts: Texts, reference: str) -> Iterator[Task]:
-    """Yields a grading task for every answer of every method, and its comparisons with the reference's.
+    """Yields a grading task for every answer of every method, and tasks that compare it with the reference's answer.
 
-    All methods answer a later turn after the reference's earlier answers, so these precede it. Each pair of answers is
-    compared in both orders. Identical answers are not compared, because they are ties.
+    All methods answer a later turn after the reference's earlier answers, so these are also in the task. Each pair of
+    answers is compared in both orders. Identical answers are not compared, because they are ties.
     """
     for question in questions:
         for method, answers in texts.items():
@@ -101,7 +101,7 @@ def tally(
     """Returns the mean grade of each method, and its wins, ties and losses against the reference.
 
     A method wins or loses a pair only if both orders agree. Otherwise, the pair is a tie. Pairs with an unreadable
-    reply are not counted. outcomes: by the task's method, question, turn and order.
+    reply are not counted. outcomes: each task's outcome by its method, question, turn and order.
     """
     single = {}
     pairs = {}

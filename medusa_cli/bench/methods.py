@@ -27,8 +27,8 @@ METHODS = (*TRANSFORMERS, "ar", *DRAFTED, *LLAMA)
 UNBATCHED = ("hf-lookup", "hf-assisted", *LLAMA)
 LOOKUP_TOKENS = 10  # draft tokens per step of prompt lookup
 OnTokens = Callable[[list[int]], None]
-# Continues prompts in parallel with at most the given number of new tokens each. Reports new tokens
-# immediately if it can.
+# A method continues prompts in parallel, with at most the given number of new tokens each. It
+# reports new tokens immediately if it can.
 Method = Callable[[Sequence[Sequence[int]], int, OnTokens], list[Measurement]]
 
 
@@ -47,9 +47,9 @@ def choose_files(
 ) -> tuple[Choice, dict[str, Choice]]:
     """Returns the files that the methods share, and the files of each method.
 
-    The name of a drafter refers to a run inside the run, or to the run's own drafter if it is of
-    that kind. If "medusa" is the only drafter named, it refers to the run's drafter of any kind.
-    Raises UserError if a drafter does not exist, and UsageError for a file or flag that no method uses.
+    A method with the name of a drafter kind uses the run of that name inside the run, or the run's own drafter if it is
+    of that kind. If "medusa" is the only such method, it uses the run's own drafter of any kind. Raises UserError if a
+    drafter does not exist, and UsageError for a file or flag that no method uses.
     """
     outer = Run.open(run) if run else shipped_for(model or ModelSource.of(DEFAULT_MODEL))
     files = {
@@ -75,7 +75,7 @@ def choose_files(
 
 
 def _runs_of(names: Sequence[str], outer: Run | None, run: str | None) -> dict[str, str | None]:
-    """Returns the run of each drafter among the names: the run inside the run, or the run itself."""
+    """Returns the run of each drafter among the names: the run of that name inside the run, or the run itself."""
     inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
     named = [name for name in names if name in DRAFTERS or name in inner]
     if named == ["medusa"]:
@@ -183,7 +183,7 @@ def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
 
 
 class _Streamer:
-    """Passes on new token ids as a transformers streamer; its first call carries the prompt."""
+    """Passes on new token ids as a transformers streamer; the first call receives the prompt, which is left out."""
 
     def __init__(self, on_tokens: OnTokens) -> None:
         self._on_tokens = on_tokens

@@ -31,7 +31,7 @@ ANSWER_S = 3600.0  # maximum seconds for a peer's answer
 
 
 def parse_peers(texts: Sequence[str]) -> dict[str, str]:
-    """Parses strings NAME=URL into URLs by name; raises UsageError if one is invalid or its name is taken."""
+    """Parses strings NAME=URL into URLs by name; raises UsageError if a string is invalid or a name is taken."""
     peers = {}
     for text in texts:
         name, _, url = text.partition("=")
@@ -58,8 +58,8 @@ def plain_of(name: str, names: Sequence[str], peers: Mapping[str, str]) -> str |
 def check_reader(name: str, model: str, gguf: Path | None, sampling: Sampling) -> None:
     """Raises UsageError if llama.cpp cannot be compared.
 
-    This is the case if it is not installed, if no GGUF file is known, if decoding is not greedy, or
-    if the given file is of another format.
+    This is the case if llama.cpp is not installed, if no GGUF file is known, if decoding is not
+    greedy, or if the given file is of another format.
     """
     if not has_package("xllamacpp"):
         fault = f"@methods {name}: xllamacpp is not installed"
@@ -73,7 +73,8 @@ def check_reader(name: str, model: str, gguf: Path | None, sampling: Sampling) -
         raise UsageError(f"@gguf {gguf} is not a GGUF file", "give another one")
 
 
-# Serves a GGUF file until the standard input closes: FILE CONTEXT THREADS NGRAM. Prints the address.
+# A program with the arguments FILE CONTEXT THREADS NGRAM. It prints its address, and serves a GGUF file until its
+# standard input closes.
 LLAMA_SERVER = """
 import sys
 import xllamacpp
@@ -99,7 +100,7 @@ sys.stdin.read()
 
 
 def llama_facts() -> str:
-    """Returns a line on llama.cpp's package: version, threads, and the instructions that it is built for."""
+    """Returns a line on llama.cpp's package: version, threads, and the instructions for which it is built."""
     import xllamacpp  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     built = re.findall(r"(\w+) = 1", xllamacpp.get_system_info())
@@ -109,7 +110,7 @@ def llama_facts() -> str:
 
 
 def _llama_server(name: str, gguf: Path, backbone: Backbone) -> str:
-    """Starts llama.cpp's server in a process of its own, which ends with this one; returns its address."""
+    """Starts llama.cpp's server in a process of its own, which ends with this process; returns its address."""
     words = [str(gguf), str(backbone.max_positions), str(torch.get_num_threads())]
     command = [sys.executable, "-c", LLAMA_SERVER, *words, str(name == "llama.cpp-ngram")]
     process = subprocess.Popen(
@@ -143,8 +144,8 @@ def llama_method(name: str, gguf: Path, backbone: Backbone, cached: bool = False
             {"prompt": list(prompts[0]), "n_predict": max_new_tokens, **options}
         ).encode()
         request = urllib.request.Request(f"{address}/completion", body, kind)
-        # A stream would leave out tokens that end inside a character, as would the server's calls
-        # without HTTP.
+        # Streams, and the server's calls without HTTP, leave out tokens that end inside a
+        # character.
         with opener.open(request) as reply:
             document = json.load(reply)
         tokens: list[int] = document["tokens"]
@@ -181,8 +182,8 @@ def server_method(name: str, url: str, backbone: Backbone, cached: bool = False)
             "temperature": 0,
             "return_token_ids": True,
             "stream": True,
-            # All methods read each prompt from its start; llama.cpp's server would reuse the last
-            # prompt.
+            # By default, all methods read each prompt from its start. llama.cpp's server would
+            # reuse the last prompt.
             "cache_prompt": cached,
         }
         text = ""
@@ -210,7 +211,8 @@ def _served_name(name: str, url: str, backbone: Backbone) -> str:
     """Returns the name under which a server answers for the model.
 
     This is the model's own name, its folder, or the first listed name that the server accepts: some
-    servers list models that they have not loaded. Raises UserError if it accepts none.
+    servers list models that they have not loaded. Raises UserError if the server accepts none of
+    these names.
     """
     listed = served_models(name, url)
     folder = [str(Path(backbone.id).resolve())] if Path(backbone.id).is_dir() else []
@@ -231,7 +233,7 @@ def served_models(name: str, url: str) -> list[str]:
 
 
 def _stream(name: str, url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the first choice of each chunk in a server's stream; raises UserError if there is none."""
+    """Yields the first choice of each chunk in a server's stream; raises UserError if there is no choice."""
     count = 0
     with _named(name, url), urllib.request.urlopen(_request(url, body), timeout=ANSWER_S) as reply:
         for line in reply:

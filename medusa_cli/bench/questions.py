@@ -35,15 +35,15 @@ AGENT_ASKS = (
     "Repeat the longest function in this part, with type hints.",
     "Sum up what you have read so far, file by file.",
 )
-# Some 2,000 tokens.
+# Length of a file's part that a turn brings, about 2,000 tokens.
 RESULT_CHARACTERS = 8000
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
-# Keys under which published sets store the user's text, its id and a reference answer. The first
-# key present is used.
+# Keys under which published sets store the user's text, the question's id and a reference answer.
+# The first key that is present is used.
 TEXT_KEYS = ("turns", "messages", "conversations", "prompt", "question", "instruction", "text")
 ID_KEYS = ("question_id", "task_id", "id")
 REFERENCE_KEYS = ("reference", "answer", "canonical_solution")
-# Spec-Bench counts MT-Bench's eight categories as one of its six tasks.
+# Five of Spec-Bench's six tasks. MT-Bench's eight categories together are the sixth.
 SPEC_BENCH = frozenset({"translation", "summarization", "qa", "math_reasoning", "rag"})
 # On the hub, SPEED-Bench has this placeholder for texts that may not be redistributed.
 WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED"
@@ -51,7 +51,7 @@ WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 @dataclass(frozen=True)
 class Question:
-    """Holds the user turns of a question, and its reference answers for the judge and its system prompt, if any."""
+    """Holds a question's user turns and, if it has them, its reference answers for the judge and its system prompt."""
 
     id: str
     category: str
@@ -61,7 +61,7 @@ class Question:
 
 
 def agent_questions() -> list[Question]:
-    """Returns conversations of a coding agent: each turn brings some 2,000 tokens of this Python's own sources."""
+    """Returns conversations of a coding agent: each turn brings about 2,000 tokens of this Python's own sources."""
     folder = Path(sysconfig.get_path("stdlib"))
     try:
         texts = [(folder / name).read_text(encoding="utf-8") for name in AGENT_FILES]
@@ -86,7 +86,7 @@ def agent_questions() -> list[Question]:
 
 
 def checked_categories(wanted: str, known: Sequence[str]) -> list[str]:
-    """Returns the categories of a comma-separated list; raises UsageError for an unknown one."""
+    """Returns the categories of a comma-separated list; raises UsageError for an unknown category."""
     names = [name.strip() for name in wanted.split(",")]
     if unknown := [name for name in names if name not in known]:
         fault = f"@category {unknown[0]!r} is not in these questions"
@@ -95,7 +95,7 @@ def checked_categories(wanted: str, known: Sequence[str]) -> list[str]:
 
 
 def of_categories(questions: Sequence[Question], wanted: str | None) -> list[Question]:
-    """Returns the questions in a comma-separated list of categories; None: all of them."""
+    """Returns the questions in a comma-separated list of categories; None: all questions."""
     if wanted is None:
         return list(questions)
     known = list(dict.fromkeys(question.category for question in questions))
@@ -137,7 +137,7 @@ def read_questions(source: str | Path) -> tuple[list[Question], int]:
 
 
 def _with_own_ids(questions: Iterable[Question]) -> Iterator[Question]:
-    """Yields the questions; an id that occurred before gets a number, because answers are stored by it."""
+    """Yields the questions; an id that occurred before gets a number, because answers are stored by id."""
     counts = Counter[str]()
     for question in questions:
         counts[question.id] += 1

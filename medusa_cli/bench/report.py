@@ -43,7 +43,7 @@ class Section(NamedTuple):
 
 
 def read_bench(path: Path) -> Document:
-    """Reads a saved bench; raises UserError if the file does not hold one."""
+    """Reads a saved bench; raises UserError if the file is not a bench."""
     document = read_object(path, "the bench")
     methods = document.get("methods")
     if not isinstance(methods, dict) or not methods or "baseline" not in document:
@@ -110,8 +110,8 @@ def chart(title: str, draw: Callable[[Any], object], height: float = 3.4) -> dic
     import matplotlib
     from matplotlib.figure import Figure
 
-    # Users choose the names, and dollar signs in them must not be parsed as math. The same bench
-    # gives the same page, so ids are not random.
+    # Users choose the names, so dollar signs in them must not be parsed as math. Ids are not
+    # random, so that the same bench gives the same page.
     style = {
         "svg.hashsalt": "medusa",
         "svg.fonttype": "none",
@@ -215,7 +215,7 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def _methods(benches: Sequence[SavedBench]) -> Iterator[tuple[str, Document, str, dict[str, Any]]]:
-    """Yields each method's name in the report, its bench document, its name there, and its figures."""
+    """Yields each method's name in the report, its bench document, its name in that document, and its figures."""
     for bench in benches:
         for method, figures in bench.document["methods"].items():
             name = method if len(benches) == 1 else f"{bench.name}: {method}"
@@ -243,7 +243,7 @@ def gains_table(document: Document) -> tuple[list[str], list[list[str]]]:
 
 
 def parts_table(document: Document) -> tuple[list[str], list[list[str]]]:
-    """Returns the header and rows of the table of prompts and generation; no rows without figures."""
+    """Returns the header and rows of the table of prompts and generation; without figures, there are no rows."""
     rows = [
         [
             name,
@@ -259,7 +259,7 @@ def parts_table(document: Document) -> tuple[list[str], list[list[str]]]:
 
 
 def turns_table(document: Document) -> tuple[list[str], list[list[str]]]:
-    """Returns the header and rows of the table of times to the first token by turn; no rows without figures."""
+    """Returns the header and rows of the table of times to the first token by turn; without figures, no rows."""
     rows = []
     for name, figures in document["methods"].items():
         if turns := figures.get("by_turn"):

@@ -20,9 +20,9 @@ Sums = NDArray[np.float64]
 class Measurement:
     """Holds a method's answer to a question: token ids of each turn, seconds, and sums over steps.
 
-    Only our loop records steps. depths: the number of steps by the number of draft tokens they
-    accepted. The prefill is not a step. first_token_s: seconds until the first token of each turn,
-    empty where it is not known. cached: the tokens of each turn's prompt that were cached, likewise.
+    Only our loop records steps. depths: the number of steps by the number of draft tokens that they accepted. The
+    prefill is not a step. first_token_s: seconds until the first token of each turn; empty if not known. cached: the
+    number of cached tokens in each turn's prompt; empty if not known.
     """
 
     turns: list[list[int]] = field(default_factory=list)
@@ -63,12 +63,12 @@ class Result:
 
 
 def reference_of(names: Sequence[str]) -> str:
-    """Returns the method whose answers the others must match: our plain loop, else hf, else the first."""
+    """Returns the method whose answers the others must match: our plain loop, otherwise hf, otherwise the first."""
     return next((name for name in ("ar", "hf") if name in names), names[0])
 
 
 def baseline_of(names: Sequence[str]) -> str:
-    """Returns the method that speedups are relative to: hf, else our plain loop, else the first."""
+    """Returns the method to which speedups are relative: hf, otherwise our plain loop, otherwise the first."""
     return next((name for name in ("hf", "ar") if name in names), names[0])
 
 
@@ -79,8 +79,9 @@ def summarize(
 ) -> dict[str, Any]:
     """Returns the figures of every method by name; docs/measuring.md explains each figure.
 
-    differences: each method's first difference in every question that has one; None if answers are
-    not compared. plain: for each method, the one that decodes the same way but without drafts.
+    differences: each method's first difference in every question whose answers differ; None if
+    answers are not compared. plain: for each method, the method that decodes the same way but
+    without drafts.
     """
     names = list(results[0].answers)
     baseline = baseline_of(names)
@@ -168,9 +169,9 @@ def _rates(results: Sequence[Result], name: str, baseline: str) -> dict[str, Any
 
 
 def _generation(results: Sequence[Result], name: str, baseline: str) -> dict[str, Any]:
-    """Returns the time to the first token, and tokens/s and speedup after it, with the 95 % interval.
+    """Returns the time to the first token, and tokens/s and speedup (with its 95 % interval) after the first token.
 
-    Each is None if a method reported its answers in one piece.
+    A figure is None if a method that it needs reported its answers in one piece.
     """
     figures: dict[str, Any] = dict.fromkeys(
         ("first_token_s", "generation_per_s", "generation_speedup", "generation_speedup_95")
@@ -191,7 +192,7 @@ def _generation(results: Sequence[Result], name: str, baseline: str) -> dict[str
 
 
 def _after_first(answers: Sequence[Measurement]) -> Sums | None:
-    """Returns [Q, 4]: tokens and seconds after the first token, seconds up to it, and turns.
+    """Returns [Q, 4]: tokens and seconds after the first token, seconds until the first token, and turns.
 
     Returns None if the time of a first token is not known, or no answer has a second token.
     """
@@ -210,7 +211,7 @@ def _after_first(answers: Sequence[Measurement]) -> Sums | None:
 def by_turn(results: Sequence[Result], name: str) -> list[dict[str, float]]:
     """Returns, for each turn, the mean time to its first token, length of its prompt and cached share of the prompt.
 
-    Returns nothing for a method that does not report them.
+    Returns an empty list for a method that does not report these figures.
     """
     rows = []
     for turn in range(max(len(result.prompts) for result in results)):
@@ -281,5 +282,5 @@ def rate(sums: Sums) -> Sums:
 
 
 def ratio_of_rates(sums: Sums) -> Sums:
-    """Returns columns 0 / 1 divided by columns 2 / 3."""
+    """Returns (column 0 / column 1) / (column 2 / column 3)."""
     return rate(sums) / rate(sums[..., 2:])

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 def parse_values(name: str, text: str | None) -> list[float]:
-    """Returns the values of a list such as 2,4,8 in rising order, or by default those of the axis.
+    """Returns the values of a list such as 2,4,8 in rising order, or by default the axis's own values.
 
     Raises UsageError for an unknown axis or an invalid value.
     """
@@ -108,7 +108,7 @@ def sweep(
         result = read_object(path, "the point")["bench"]
         for name, figures in result["methods"].items():
             drafts = name in result["drafting"]
-            # Methods that do not draft are the same in every series.
+            # Methods that do not draft have the same figures in every series.
             if drafts or series == points[0][0]:
                 own = f"{name}, {series}" if drafts and series else name
                 row = {"series": own, "x": x, **{key: figures[key] for key in FIGURES}}
@@ -138,7 +138,7 @@ def _points(base: Bench, axis: str, values: Sequence[float]) -> Iterator[Point]:
     else:
         for mode in ("exact", "typical"):
             for value in values:
-                if value or mode == "exact":  # at 0 all modes are greedy
+                if value or mode == "exact":  # at temperature 0, all modes are greedy
                     own = replace(sampling, mode=mode, temperature=value)
                     yield mode, value, replace(base, sampling=own)
 
@@ -154,7 +154,7 @@ def _accuracies(choice: Choice) -> Accuracies:
 
 
 def _digest(bench: Bench) -> str:
-    """Returns a digest of everything that a point's figures depend on."""
+    """Returns a digest of everything on which a point's figures depend."""
     choice = bench.drafts["medusa"]
     config = choice.drafter and choice.drafter / "config.json"
     files = [path for path in (choice.tree.file, choice.calibration, config) if path]

@@ -17,7 +17,7 @@ from medusa_cli.data.conversation import Conversation
 
 KINDS = ("complete", "explain", "repair", "test", "translate", "change", "fim")
 WEIGHTS = (2, 1, 2, 1, 1, 2, 1)
-SEEDS = 20_000  # maximum; reading the sources for this many takes half a minute
+SEEDS = 20_000  # maximum number; reading the sources for so many takes half a minute
 FROM_A_FILE = 4
 FILE_BYTES = 200_000
 SIZES = range(200, 2001)  # characters in a function
@@ -31,8 +31,8 @@ LANGUAGES = (
     *("JavaScript", "TypeScript", "Java", "C++", "C#", "Go"),
     *("Rust", "Ruby", "Kotlin", "Swift"),
 )
-# Tokens that precede the text before a gap, the text after it, and the text that fills it, as used
-# by Qwen, StarCoder and DeepSeek. Seeds contain the first set.
+# Tokens that precede the text before a gap, the text after the gap, and the text that fills the
+# gap, as used by Qwen, StarCoder and DeepSeek. Seeds contain the first set of tokens.
 FIM = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -86,8 +86,8 @@ FOLLOWING = {
     "translate": ("Show how to call it, with the expected output.", "Now add comments."),
     "change": ("Summarise the change as a commit message.", "Now show it as a unified diff."),
 }
-# Signs of code in a text: a code fence, a line in some language, a traceback, or a word that only
-# programmers use.
+# Signs of code in a text: a code fence, a line in a programming language, a traceback, or a word
+# that only programmers use.
 _CODE = re.compile(
     r"```|Traceback \(most recent call last\)|#include *[<\"]|</(?:div|html|script|body|span)>|\w\([^()\n]*\);\s*$"
     r"|^\s*(?:def \w+\(|class \w+[:({]|import \w+$|from [\w.]+ import |(?:public|private) (?:static|class|void) "
@@ -100,7 +100,8 @@ _CODE = re.compile(
     r"|\bC(?:\+\+|#)(?!\w)",
     re.IGNORECASE | re.MULTILINE,
 )
-# Web search results pasted into ShareGPT contain URLs and program names on any subject.
+# Web search results that were pasted into ShareGPT prompts contain URLs and program names, whatever
+# their subject.
 _PASTED = "Web search results:"
 
 
@@ -113,7 +114,7 @@ def code_seeds(random_seed: int, limit: int | None = None) -> list[Conversation]
     """Returns prompts made from the standard library and installed packages.
 
     The prompts are the same for the same random seed. Each source is used once, even if several
-    packages contain a copy. A smaller limit returns the first of these prompts.
+    packages contain a copy. A smaller limit returns only the first of these prompts.
     """
     seeds: dict[str, Conversation] = {}
     for source in _sources(random_seed):
@@ -145,7 +146,7 @@ class _Source:
 
 
 def _sources(random_seed: int) -> Iterator[_Source]:
-    """Yields documented functions and classes, at most FROM_A_FILE per file, in an order that depends on the seed."""
+    """Yields documented functions and classes, at most FROM_A_FILE per file, in an order that random_seed decides."""
     files: dict[str, Path] = {}
     for key in ("stdlib", "purelib", "platlib"):
         root = Path(sysconfig.get_paths()[key])
@@ -183,7 +184,7 @@ def _sources_of(path: Path, name: str, chance: random.Random) -> list[_Source]:
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         part = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
         sizes = CLASS_SIZES if isinstance(node, ast.ClassDef) else SIZES
-        # A tokenizer would treat these strings as special tokens; tokenizer sources contain them.
+        # Sources of tokenizers contain strings that a tokenizer would treat as special tokens.
         if (
             len(part) in sizes
             and len(node.body) > 2
@@ -219,7 +220,7 @@ def _seed(source: _Source, digest: str, chance: random.Random) -> Conversation:
     error = ""
     if kind == "repair":
         code, error = _broken(source, chance)
-        kind = "explain" if code == source.text else kind  # there is no code to break
+        kind = "explain" if code == source.text else kind  # nothing in the code can be broken
     elif kind == "complete":
         shown = source.head + chance.randrange(1 + (len(source.lines) - source.head) // 2)
         code = "\n".join(source.lines[:shown])
@@ -244,7 +245,7 @@ def _name_in(source: _Source, chance: random.Random) -> str:
 
 
 def _variables(source: _Source) -> set[str]:
-    """Returns the names that a source assigns to."""
+    """Returns the names of the variables to which a source assigns values."""
     nodes = ast.walk(source.node)
     return {
         node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
@@ -252,16 +253,17 @@ def _variables(source: _Source) -> set[str]:
 
 
 def _broken(source: _Source, chance: random.Random) -> tuple[str, str]:
-    """Returns a source with one bug, and the traceback if the bug is a misspelled name, else "".
+    """Returns a source with one bug, and the traceback if the bug is a misspelled name, otherwise "".
 
-    A source with nothing to break is returned unchanged.
+    A source in which nothing can be broken is returned unchanged.
     """
     tokens = list(tokenize.generate_tokens(io.StringIO(source.text + "\n").readline))
     body = [token for token in tokens if token.start[0] > source.head]
     variables = _variables(source)
     names = [token for token in body if token.string in variables and len(token.string) > 3]
     swaps = [token for token in body if token.string in SWAPS]
-    # The first occurrence of a name assigns it: misspelled, it would just be another variable.
+    # The first occurrence of a name assigns the variable. A misspelling there would only define
+    # another variable.
     first = {token.string: token for token in reversed(names)}
     names = [token for token in names if token is not first[token.string] and not _assigns(token)]
 
@@ -285,7 +287,7 @@ def _broken(source: _Source, chance: random.Random) -> tuple[str, str]:
 
 
 def _assigns(token: tokenize.TokenInfo) -> bool:
-    """Returns True if the surrounding text shows that a name is assigned, is a keyword or follows a dot."""
+    """Returns True if the surrounding text shows that a name is assigned, is a keyword argument or follows a dot."""
     start = token.start[1]
     end = token.end[1]
     return bool(re.match(r"\s*(?:[-+*/|&]?=(?!=)|,|:|\bin\b)", token.line[end:])) or token.line[
@@ -300,7 +302,7 @@ def _put(lines: list[str], token: tokenize.TokenInfo, text: str) -> None:
 
 
 def _with_gap(source: _Source, chance: random.Random) -> str:
-    """Returns a source with a gap of one to five lines after its docstring, in the order prefix, suffix."""
+    """Returns a source as the prefix and the suffix of a gap of one to five lines, which lies after the docstring."""
     lines = source.lines
     first = chance.randrange(source.head, len(lines))
     last = min(len(lines), first + chance.randint(1, 5))
@@ -312,13 +314,13 @@ def _with_gap(source: _Source, chance: random.Random) -> str:
 
 
 def fim_tokens(tokenizer: Any) -> tuple[str, str, str] | None:
-    """Returns a tokenizer's fill-in-the-middle tokens, or None if it has no known ones."""
+    """Returns a tokenizer's fill-in-the-middle tokens, or None if its vocabulary has none of FIM."""
     vocabulary = tokenizer.get_vocab()
     return next((tokens for tokens in FIM if all(token in vocabulary for token in tokens)), None)
 
 
 def with_fim_tokens(seeds: Sequence[Conversation], tokenizer: Any) -> list[Conversation]:
-    """Returns seeds with the tokenizer's own tokens in raw prompts; drops raw prompts if it has none."""
+    """Returns seeds with the tokenizer's own FIM tokens in raw prompts; if it has no such tokens, drops raw prompts."""
     own = fim_tokens(tokenizer)
     if own is None:
         return [seed for seed in seeds if not seed.raw]

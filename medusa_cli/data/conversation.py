@@ -27,7 +27,7 @@ ROLES = {
 # Keys of a record that hold a system prompt, in lower case and without underscores.
 SYSTEM = {"system", "systemprompt", "systemmessage", "systeminstruction"}
 TWO_SYSTEMS = "two system prompts that differ"
-# Keys of a record and of a message that are read, or whose values repeat or name those that are
+# Keys of a record or message that are read, or whose values only repeat or name values that are
 # read.
 READ_KEYS = {
     *("id", "prompt_id", "messages", "conversations", "raw", "from", "role", "content", "value"),
@@ -40,10 +40,9 @@ OTHER_DATA = "make it with `medusa distill`, or give other data with @data"
 class Conversation:
     """Holds messages and, once tokenized, the token ids and the spans [start, end) of the answers.
 
-    A seed holds only the system messages and the user turns. state_rows: the first row and the number
-    of rows in a file of hidden states, with one row for every position except the last.
-    states_digest: the digest of the tokens and rows. raw: the only turn is the prompt itself
-    without a chat template, for example for fill-in-the-middle.
+    A seed holds only the system messages and the user turns. state_rows: the first row and the number of rows in a file
+    of hidden states, with one row for every position except the last. states_digest: the digest of the tokens and rows.
+    raw: True if the only turn is the prompt itself, without a chat template, for example for fill-in-the-middle.
     """
 
     id: str
@@ -123,9 +122,9 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 
 
 def _with_system(record: dict[str, Any], messages: list[Message]) -> list[Message]:
-    """Returns the messages after the system prompt of a separate key, if any.
+    """Returns the messages, with the system prompt of a separate key (if any) in front of them.
 
-    Raises Malformed if it differs from the system prompt among the messages.
+    Raises Malformed if that prompt differs from the system prompt among the messages.
     """
     system = system_of(record)
     if system is None:
@@ -141,7 +140,7 @@ def _with_system(record: dict[str, Any], messages: list[Message]) -> list[Messag
 def system_of(record: dict[str, Any]) -> str | None:
     """Returns the system prompt in a separate key of a record, or None.
 
-    Raises Malformed for one that is not text, and for two that differ.
+    Raises Malformed if a system prompt is not text, or if two system prompts differ.
     """
     values = [_text_of(value) for key, value in record.items() if _is_system(key) and value]
     if not all(isinstance(text, str) for text in values):
@@ -159,7 +158,7 @@ def _is_system(key: str) -> bool:
 def unread_keys(record: dict[str, Any], messages: list[Message]) -> list[str]:
     """Returns the keys of a record, and of its messages, that hold unread text.
 
-    Copies of a message are not counted.
+    Values that repeat a message are not counted.
     """
     texts = {message["content"] for message in messages}
 
@@ -185,7 +184,7 @@ def unread_keys(record: dict[str, Any], messages: list[Message]) -> list[str]:
 def _text_of(content: Any) -> Any:
     """Returns the text of a message's content.
 
-    The content may be a list of parts, as in OpenAI's format. Returns None unless all of them are text.
+    The content may be a list of parts, as in OpenAI's format. Returns None unless all parts are text.
     """
     if not isinstance(content, list):
         return content
@@ -203,7 +202,7 @@ def specforge_row(conversation: Conversation) -> dict[str, Any]:
 
 
 def speculators_row(conversation: Conversation) -> dict[str, Any]:
-    """Returns a tokenized conversation as a speculators row: token ids, and a mask that is 1 on answers."""
+    """Returns a tokenized conversation as a speculators row: token ids, and a mask that is 1 for answer tokens."""
     mask = [0] * len(conversation.tokens)
     for start, end in conversation.spans:
         mask[start:end] = [1] * (end - start)
@@ -211,7 +210,7 @@ def speculators_row(conversation: Conversation) -> dict[str, Any]:
 
 
 def _spans_of(mask: Any, length: int) -> list[tuple[int, int]]:
-    """Returns the spans [start, end) of a loss mask; raises Malformed unless it has a 0 or 1 for every token.
+    """Returns the spans [start, end) of a loss mask; raises Malformed unless the mask has a 0 or 1 for every token.
 
     If a row begins with an answer, no position precedes its first token, so that token is left out.
     """
@@ -264,7 +263,7 @@ def tokenized_of(record: Any) -> Conversation:
 
 
 def _content_of(record: Any) -> Conversation | list[Message]:
-    """Returns a record's token ids with answer spans, or its messages; raises Malformed if it is unusable."""
+    """Returns a record's token ids with answer spans, or its messages; raises Malformed if the record is unusable."""
     if not isinstance(record, dict):
         raise Malformed("not an object")
     name = id_of(record)
@@ -308,7 +307,7 @@ def conversation_of(record: Any, backbone: Backbone, report: ReadReport) -> Conv
 
 
 def check_conversations(path: Path) -> None:
-    """Raises UserError for a file that is missing or empty, or of which no record is a conversation."""
+    """Raises UserError if a file is missing or empty, or if none of its records is a conversation."""
     if not path.is_file():
         raise UserError(f"{path} does not exist", OTHER_DATA)
     if path.stat().st_size == 0:

@@ -1,4 +1,4 @@
-"""The draft vocabulary: the tokens that occur in most texts, and the share of answers that it covers."""
+"""The draft vocabulary: the tokens that occur in the most texts, and the share of answer tokens that they cover."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def frequent_tokens(
     texts: Sequence[Tensor], size: int, vocab_size: int, known: Tensor | None = None
 ) -> Tensor:
-    """Returns the `size` tokens that occur in the largest number of texts [size], with ties broken by id.
+    """Returns the `size` tokens [size] that occur in the largest number of texts; ties are broken by id.
 
     Of equally frequent tokens, those in an earlier vocabulary `known` come first. The total number of occurrences would
     be misleading, because a repetitive answer can contain one rare token a hundred times.

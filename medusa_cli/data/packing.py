@@ -37,9 +37,9 @@ _CODE = re.compile(r"code-[a-z]+-([0-9a-f]{8})-[0-9a-f]{12}")
 class Dataset:
     """Holds training conversations and held-out ones.
 
-    digest: identifies the conversations, their order and the split. states [rows, W]: the rows that the conversations
-    refer to; None: the model computes them in every step. kept: the states were stored during distillation, perhaps by
-    another backbone. columns [H * taps]: the columns of a row that a drafter reads; None: all.
+    digest: identifies the conversations, their order and the split. states [rows, W]: the rows to which the
+    conversations refer; None: the model computes the states in every step. kept: the states were stored during
+    distillation, perhaps by another backbone. columns [H * taps]: the columns of a row that a drafter reads; None: all.
     """
 
     train: list[Conversation]
@@ -51,7 +51,7 @@ class Dataset:
     columns: Tensor | None = None
 
     def answers(self, items: Sequence[Conversation] | None = None) -> list[Tensor]:
-        """Returns the tokens of each answer in the conversations, by default the training ones."""
+        """Returns the tokens of each answer in the conversations, by default in the training conversations."""
         items = self.train if items is None else items
         return [torch.tensor(item.tokens[start:end]) for item in items for start, end in item.spans]
 
@@ -74,7 +74,7 @@ class Dataset:
         items: Sequence[Conversation],
         dtype: torch.dtype | None = None,
     ) -> Batch:
-        """Packs conversations for a drafter on a frozen backbone; dtype None keeps the dtype of the states."""
+        """Packs conversations for a drafter on a frozen backbone; with dtype None, the states keep their dtype."""
         if self.states is None:
             return batch_of(backbone, drafter, items, dtype)
         starts = [item.state_rows[0] for item in items if item.state_rows is not None]
@@ -87,15 +87,15 @@ class Dataset:
     ) -> list[list[Conversation]]:
         """Returns micro-batches of whole conversations, because a part would lack the text before it.
 
-        With states, a batch has at most `limit` trained positions, and conversations stay in order unless `chance`
-        shuffles them. Without states, a batch has at most `limit` tokens including padding, and its conversations are
-        of similar length. A conversation longer than the limit forms a batch by itself.
+        With stored states, a batch has at most `limit` trained positions, and conversations stay in order unless
+        `chance` shuffles them. Without stored states, a batch has at most `limit` tokens including padding, and its
+        conversations are of similar length. A conversation longer than the limit forms a batch by itself.
         """
         batches: list[list[Conversation]] = []
         if self.states is None:
             ties = chance or random.Random(0)
             for item in sorted(items, key=lambda item: (len(item.tokens), ties.random())):
-                # Items are sorted by length, so all rows are padded to the last one.
+                # Items are sorted by length, so all rows are padded to the length of the last one.
                 if not batches or (len(batches[-1]) + 1) * len(item.tokens) > limit:
                     batches.append([])
                 batches[-1].append(item)
@@ -119,7 +119,8 @@ class Dataset:
     ) -> list[list[Conversation]]:
         """Returns all micro-batches of a training run in order, reshuffled in each epoch, up to about max_positions.
 
-        The same seed gives the same schedule, so that a resumed run only needs its position in it.
+        The same seed gives the same schedule, so a resumed run needs only its position in the
+        schedule.
         """
         batches: list[list[Conversation]] = []
         left = positions_of(self.train) * epochs if max_positions is None else max_positions
@@ -142,8 +143,8 @@ def read_dataset(
 ) -> Dataset:
     """Reads a file of conversations and holds out a fraction; raises UserError for missing or unusable data.
 
-    Conversations are truncated to max_length tokens. Those without an answer of at least two tokens
-    are left out, because no head could learn from them.
+    Conversations are truncated to max_length tokens. Conversations without an answer of at least
+    two tokens are left out, because no head could learn from them.
     """
     return split_conversations(
         *read_conversations(path, backbone), fraction=fraction, max_length=max_length
@@ -159,7 +160,7 @@ def split_conversations(
 ) -> Dataset:
     """Truncates conversations to max_length tokens and holds out a fraction; raises UserError if none is left.
 
-    The report counts those that are left out.
+    The report counts the conversations that are left out.
     """
     kept = []
     within = "" if max_length is None else f" within {max_length:,} tokens"
@@ -191,11 +192,11 @@ def split_conversations(
 def held_out_ids(ids: Sequence[str], fraction: float) -> set[str]:
     """Returns the ids of the held-out conversations.
 
-    The hash of an id decides, so that more data does not change the side of any conversation. The parts into which
-    ShareGPT splits a long conversation (CsuNKMw_0, CsuNKMw_17) stay together, and so do turns that are separate rows in
-    speculators data, and prompts about one file of code. If one part were held out and another one trained on, the
-    held-out part would be easier than an unseen conversation. Of two or more such groups, at least one is held out
-    (unless fraction is 0), but never all.
+    The hash of an id decides whether it is held out, so that more data does not move any conversation to the other
+    side. The parts into which ShareGPT splits a long conversation (CsuNKMw_0, CsuNKMw_17) stay together, and so do
+    turns that are separate rows in speculators data, and prompts about one file of code. If one part were held out and
+    another part were trained on, the held-out part would be easier than an unseen conversation. Of two or more such
+    groups, at least one is held out (unless fraction is 0), but never all.
     """
     parts: dict[str, list[str]] = {}
     for id in ids:
@@ -217,7 +218,7 @@ def batch_of(
     items: Sequence[Conversation],
     dtype: torch.dtype | None = None,
 ) -> Batch:
-    """Runs conversations through the model as it is now; dtype None keeps the dtype of its states.
+    """Runs conversations through the model as it is now; with dtype None, the states keep their dtype.
 
     The engine runs the model if it has replaced the network's layers. Otherwise, gradients reach
     the network unless the drafter uses the verify pass.
@@ -248,8 +249,8 @@ def _pick(
 ) -> Batch:
     """Returns the batch of conversations whose states begin at the rows `starts` of states [rows, W].
 
-    It holds the positions that emit answer tokens. If the drafter's layers see prompts, it holds
-    all positions but the last of each conversation.
+    The batch holds the positions that emit answer tokens. If the drafter's layers see prompts, it
+    holds all positions but the last of each conversation.
     """
     prompts = drafter.sees_prompt
     rows = []

@@ -20,13 +20,14 @@ HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
 # Long turns from ShareGPT, each as a separate conversation: texts to summarize, translate or
 # extract from, and code to change.
 LONG = "sharegpt-long"
-# Length in characters, about 400 to 1,500 tokens. Most of the text in such turns was pasted in.
+# Length of such a turn in characters, which are about 400 to 1,500 tokens. Most of its text was
+# pasted in.
 LONG_TURNS = range(1500, 6001)
 # Prompts from the sources of installed packages, and ShareGPT conversations that open with a turn
 # about programming.
 CODE = "code"
 CODE_TURNS = "sharegpt-code"
-# Keys of a record that holds one prompt in place of messages.
+# Possible keys of the prompt in a record that has a prompt instead of messages.
 PROMPTS = ("prompt", "question", "instruction", "text")
 NAMED = (catalogue.DEFAULT_SEED, LONG, CODE_TURNS, CODE, *HUB)
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def seed_of(record: Any, report: ReadReport) -> Conversation:
 def long_turns(seeds: Sequence[Conversation]) -> list[Conversation]:
     """Returns one seed per long turn, named after its conversation and the turn's number.
 
-    It keeps the system messages in front of the turn.
+    Each seed keeps the system messages in front of its turn.
     """
     chosen = []
     for seed in seeds:
@@ -134,7 +135,7 @@ def long_turns(seeds: Sequence[Conversation]) -> list[Conversation]:
 
 
 def about_code(seeds: Sequence[Conversation]) -> list[Conversation]:
-    """Returns the seeds whose first turn is about programming; logs how many turns are about it."""
+    """Returns the seeds whose first turn is about programming; logs how many turns are about programming."""
     chosen = [seed for seed in seeds if is_code(seed.turns[0])]
     of_code = sum(is_code(turn) for seed in chosen for turn in seed.turns)
     turns = sum(is_code(turn) for seed in seeds for turn in seed.turns)
@@ -148,7 +149,7 @@ def about_code(seeds: Sequence[Conversation]) -> list[Conversation]:
 def in_order(
     seeds: Sequence[Conversation], random_seed: int, batch_size: int, max_samples: int | None = None
 ) -> list[Conversation]:
-    """Shuffles seeds, takes max_samples and sorts them by length within windows; a resume gets the same order."""
+    """Shuffles seeds, takes max_samples and sorts them by length within windows; a resumed run gets the same order."""
     mixed = list(seeds)
     random.Random(random_seed).shuffle(mixed)
     mixed = mixed[:max_samples]

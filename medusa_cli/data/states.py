@@ -26,13 +26,13 @@ from medusa_cli.model.distributed import Distributed
 from medusa_cli.progress import ShowProgress, show_nothing
 from medusa_cli.runs.run import SHAPE, Run, check_backbone, describe_distillation, same
 
-# Tokens with padding that a pass over several conversations runs on a GPU.
+# Maximum number of tokens, padding included, in one pass over several conversations on a GPU.
 PACK_TOKENS = 8192
 log = logging.getLogger(__name__)
 
 
 def states_digest(conversation: Conversation, rows: Tensor) -> str:
-    """Returns a digest of a conversation and its state rows [n, W], by which changed rows are noticed."""
+    """Returns a digest of a conversation and its state rows [n, W], which shows if rows were changed."""
     text = json.dumps([conversation.id, conversation.tokens, conversation.spans])
     digest = hashlib.blake2b(text.encode(), digest_size=8)
     digest.update(_raw(rows))
@@ -81,7 +81,7 @@ class StateStore:
         return os.fstat(self._out.fileno()).st_size // self._row_bytes
 
     def append(self, rows: Tensor) -> int:
-        """Appends rows [n, W] and returns the number of the first one."""
+        """Appends rows [n, W] and returns the number of the first row."""
         first = self.rows
         self.write(rows, first)
         return first
@@ -139,7 +139,7 @@ def with_hidden_states(
         needed = _in_order(dataset)
         cached = _cache_path(run, backbone, needed, taps)
     starts = [0, *accumulate(len(item.tokens) - 1 for item in needed)]
-    if not world.gather(cached.is_file())[0]:  # all processes follow the first one
+    if not world.gather(cached.is_file())[0]:  # all processes follow the first process
         _prefill(cached, backbone, needed, starts, taps, world, show)
 
     rows = {
@@ -173,7 +173,7 @@ def _kept(dataset: Dataset, backbone: Backbone, path: Path, taps: Sequence[int])
     """Returns the data set with the states that distillation stored next to the file; None if they do not fit.
 
     The states fit only if the model has no adapter, and has the weights and the quantization of the
-    one that answered. Raises UserError if the rows belong to other data.
+    model that answered. Raises UserError if the rows belong to other data.
     """
     origin = describe_distillation(path.parent)
     stored = path.with_name("states.bin")
@@ -215,7 +215,7 @@ def _in_order(dataset: Dataset) -> list[Conversation]:
 def _cache_path(
     run: Run, backbone: Backbone, items: Sequence[Conversation], taps: Sequence[int]
 ) -> Path:
-    """Returns the file in which a run caches states; its name is a digest of everything that they depend on."""
+    """Returns the file in which a run caches states; its name is a digest of everything on which they depend."""
     owner = {key: value for key, value in backbone.identity.items() if key != "id"}
     numbers = [rounding(backbone), str(backbone.dtype), backbone.engine.number_type]
     digest = hashlib.sha256(json.dumps([owner, *numbers, list(taps)]).encode())
@@ -227,12 +227,12 @@ def _cache_path(
 def _packs(
     backbone: Backbone, numbers: Sequence[int], conversations: Sequence[Conversation]
 ) -> list[list[int]]:
-    """Divides conversations into packs of similar length that the engine runs in one pass each."""
+    """Divides conversations of similar length into packs, each of which the engine runs in one pass."""
     limit = PACK_TOKENS if backbone.engine.runs_packs else 0
     packs: list[list[int]] = []
     in_order = sorted(numbers, key=lambda i: len(conversations[i].tokens)) if limit else numbers
     for i in in_order:
-        # All are padded to the longest conversation, which is the last one.
+        # All conversations in a pack are padded to the longest one, which is the last.
         if not packs or (len(packs[-1]) + 1) * len(conversations[i].tokens) > limit:
             packs.append([])
         packs[-1].append(i)
@@ -248,10 +248,10 @@ def _prefill(
     world: Distributed,
     show: ShowProgress,
 ) -> None:
-    """Computes the states of conversations and writes them from the rows `starts` on.
+    """Computes the states of conversations and writes them to a file, in which conversation i begins at row starts[i].
 
     Every position except the last gets a row. The processes share the conversations and write to one file of the final
-    size. With a sharded backbone, every process runs every conversation, and only the first one writes. A killed
+    size. With a sharded backbone, every process runs every conversation, and only the first process writes. A killed
     prefill resumes with the conversations whose last row is missing.
     """
     part = path.with_name(f"{path.name}.part")
@@ -262,7 +262,8 @@ def _prefill(
         store.truncate(starts[-1])
     with closing(store):
         states = read_rows(part, width, 0, starts[-1])
-        # Rows are written in order, so the last value of a conversation is written last.
+        # The last value of a conversation is written last. While it is zero, the conversation is
+        # not done.
         left = world.gather(
             [i for i in range(len(conversations)) if not states[starts[i + 1] - 1, -1]]
         )[0]
@@ -282,7 +283,7 @@ def _prefill(
             show("hidden states", count, total)
         store.sync()
     world.wait()
-    # Another training run computed the same states.
+    # The part is missing if another training run has computed the same states.
     with world.main_process_first(), suppress(FileNotFoundError):
         if world.first:
             part.replace(path)

@@ -1,4 +1,4 @@
-"""Hidden states that vLLM wrote: a safetensors file for each request, from its `extract_hidden_states` method.
+"""Hidden states from vLLM's `extract_hidden_states` method, which writes a safetensors file for each request.
 
 A file holds `token_ids` [n] and `hidden_states` [n, layers, H]. Layer id i of the server's
 `eagle_aux_hidden_state_layer_ids` is the state after i layers, before any norm.
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 
 def layer_ids(taps: Sequence[int], depth: int) -> list[int]:
-    """Returns the layer ids that a server must be started with for a drafter's taps."""
+    """Returns the layer ids with which a server must be started for a drafter's taps."""
     return [depth if tap == -1 else tap + 1 for tap in taps]
 
 
 def with_vllm_states(
     dataset: Dataset, run: Run, backbone: Backbone, taps: Sequence[int], world: Distributed
 ) -> Dataset:
-    """Returns the data set with the states in the run's folder `vllm`, without conversations that have none.
+    """Returns the data set with the states in the run's folder `vllm`; conversations without states are left out.
 
     Raises UserError if a file holds other layers, or if no training conversation has states.
     """
@@ -89,7 +89,7 @@ def _key(tokens: Sequence[int]) -> bytes:
 
 
 def _read(path: Path, name: str) -> Tensor:
-    """Returns a tensor of a file; raises UserError if the file is damaged or lacks it."""
+    """Returns a tensor of a file; raises UserError if the file is damaged or lacks the tensor."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -103,7 +103,7 @@ def _read(path: Path, name: str) -> Tensor:
 
 @torch.no_grad()
 def _states(path: Path, backbone: Backbone, taps: Sequence[int]) -> Tensor:
-    """Returns the states [n, H * taps] in a file, those of the last layer after the model's final norm."""
+    """Returns the states [n, H * taps] in a file; the last layer's states are passed through the model's final norm."""
     states = _read(path, "hidden_states")
     expected = (len(taps), backbone.hidden_size)
     if tuple(states.shape[1:]) != expected:

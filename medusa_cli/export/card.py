@@ -42,7 +42,7 @@ def license_of(model: ModelSource) -> str | None:
 
 
 def identity_of(source: Source) -> str:
-    """Returns a line that identifies the model the drafter was trained for, by its sizes and weights digest."""
+    """Returns a line that identifies the drafter's model by its sizes and the digest of its weights."""
     identity = describe_drafter(source.run.drafter_dir).provenance.identity
     names = {
         "architecture": "architecture",

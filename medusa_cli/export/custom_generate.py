@@ -5,8 +5,8 @@
 
 A small drafter proposes a tree of tokens, and n-gram matches in the earlier text propose more. One
 pass of the model verifies all of them and accepts the ones that the model itself would choose.
-transformers copies this file but not the weights. They are found by the folder or hub id that the
-model was loaded from, or by `drafter=FOLDER`.
+transformers copies this file but not the drafter's weights. These are read from the folder or hub
+id from which the model was loaded, or from `drafter=FOLDER`.
 """
 
 import json
@@ -45,12 +45,12 @@ from medusa_cli.tree.tree import Draft, Tree
 KINDS: dict[str, type[HeadDrafter]] = {
     kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle)
 }
-# Steps of a trial, and steps until the other mode is tried again. The interval doubles up to
-# LONGEST_RETRY.
+# Number of steps of a trial, and number of steps until the other mode is tried again. The latter
+# doubles up to LONGEST_RETRY.
 TRY = 6
 RETRY = 48
 LONGEST_RETRY = 768
-# Maximum number of positions of models without a limit.
+# Maximum number of positions for models whose config has no limit.
 UNBOUNDED = 1 << 20
 # Tokens of an n-gram match are drafted while their probability of acceptance is above this.
 MIN_CHANCE = 0.25
@@ -66,14 +66,14 @@ def generate(
     tokenizer: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Returns the result of `model.generate` for one prompt in fewer passes; drafter: its folder or hub id.
+    """Returns the result of `model.generate` for one prompt, in fewer passes. drafter: the drafter's folder or hub id.
 
     drafts: "auto" skips drafts while they do not save time on this machine and for this text;
     "always" drafts in every step. Raises ValueError for unsupported settings, such as beams.
     """
     if drafts not in ("auto", "always"):
         raise ValueError(f"drafts={drafts!r} is unknown: give 'auto' or 'always'")
-    # Passed again if `model.generate` already is this function.
+    # These arguments are passed again if `model.generate` already is this function.
     for key in ("custom_generate", "trust_remote_code"):
         kwargs.pop(key, None)
     if model.config._attn_implementation not in ("sdpa", "eager"):
@@ -138,7 +138,7 @@ def add_stop_strings(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None
 
 
 class DraftSwitch:
-    """Drafts while that takes less time per token than plain steps; tries the other mode again at intervals."""
+    """Chooses the mode with less time per token, with or without drafts; tries the other mode again at intervals."""
 
     def __init__(self) -> None:
         self.drafts = True
@@ -216,9 +216,9 @@ def run(
 ) -> DynamicCache:
     """Drafts, verifies, accepts and keeps rows until the answer ends; returns the cache.
 
-    switch: decides whether a step drafts; None: every step does.
+    switch: decides whether a step drafts; None: every step drafts.
     """
-    # Without a config, every layer keeps all rows, so that rejected ones can be removed.
+    # In a cache without a config, every layer keeps all rows, so that rejected rows can be removed.
     cache = DynamicCache()
     backbone = backbone_of(model)
     drafter = loaded.drafter.fork()
@@ -234,7 +234,7 @@ def run(
     while not generation.done:
         began = time.perf_counter()
         start = len(text)
-        room = limit - start - 1  # learned positions end with the context
+        room = limit - start - 1  # learned position embeddings end with the context
         drafts = room > 0 and (switch is None or switch.drafts)
         draft = Draft(prompt.new_tensor([new.root]), Tree.root_only())
         if drafts:
@@ -268,14 +268,14 @@ def run(
 
 
 def tapped(states: Any, taps: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns the tapped hidden states [n, H * taps] from those of all layers [1, n, H], embeddings first."""
+    """Returns the tapped hidden states [n, H * taps] from those of all layers, each [1, n, H], embeddings first."""
     return torch.cat([states[tap if tap < 0 else tap + 1][0].to(device) for tap in taps], dim=-1)
 
 
 def tree_masks(model: Any, tree: Tree, start: int, positions: Tensor) -> Any:
-    """Returns the attention mask, by layer kind if there are several.
+    """Returns the attention mask, or one for each kind of layer if there are several kinds.
 
-    Each node sees all cached rows [start] and its own path.
+    Each node sees all `start` cached rows and its own path.
     """
     visible = F.pad(tree.mask.to(positions.device), (start, 0), value=True)
     columns = torch.cat([torch.arange(start, device=positions.device), positions])
@@ -311,7 +311,7 @@ def backbone_of(model: Any) -> Any:
 
 @dataclass
 class Loaded:
-    """Holds a model's drafter with its tree and switch; key: the source, dtype and device it was loaded with."""
+    """Holds a model's drafter with its tree and switch; key: the drafter's source, dtype and device."""
 
     key: tuple[Any, ...]
     drafter: HeadDrafter
@@ -325,7 +325,7 @@ _loaded: WeakKeyDictionary[Any, Loaded] = WeakKeyDictionary()  # by model in use
 def load_drafter(source: str, model: Any) -> Loaded:
     """Returns the drafter of a folder or hub id in the model's dtype and on its device.
 
-    It is read only once per model. Raises ValueError if the source holds no drafter.
+    The drafter is read only once per model. Raises ValueError if the source holds no drafter.
     """
     key = (source, model.dtype, model.device)
     if model in _loaded and _loaded[model].key == key:

@@ -1,4 +1,4 @@
-"""Export of a run's conversations as rows that SpecForge and speculators train on."""
+"""Export of a run's conversations as training rows for SpecForge and speculators."""
 
 import json
 from collections.abc import Iterable

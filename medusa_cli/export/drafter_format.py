@@ -12,7 +12,7 @@ from medusa_cli.files.io import write_atomic
 def export_drafter(
     source: Source, output: Path, *, overwrite: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Writes the drafter with the tree, calibration, adapter and chat template that it is used with."""
+    """Writes the drafter with its tree, calibration, adapter and chat template."""
     run = source.run
     drafter = source.name_of(output)
     launch = [shlex.join(["medusa", "chat", "--model", source.model, "--drafter", drafter])]

@@ -135,8 +135,8 @@ def _engine_config(source: Source) -> dict[str, Any]:
         "eos_token_id": base.eos_token_id,
         "torch_dtype": str(source.tensors["fc.weight"].dtype).removeprefix("torch."),
         AUX_LAYERS: list(own.taps),
-        # SGLang reads the nested layers, which count from 0. They name the layer that outputs a
-        # state instead of the layer that receives it.
+        # SGLang reads the nested layer numbers, which count from 0. They name the layer that
+        # outputs a state, not the layer that receives the state.
         "eagle_config": {
             AUX_LAYERS: [layer - 1 for layer in own.taps],
             "use_aux_hidden_state": True,

@@ -65,10 +65,10 @@ def write_checkpoint(
 
 @dataclass(frozen=True)
 class Source:
-    """Holds a run's drafter as it is on disk: kind, config (of the kind's class), and tensors by name in the file.
+    """Holds a run's drafter as it is on disk: kind, config (of the kind's class), and tensors by name.
 
-    origin: its model. trusted: the model's Python files may run. repository: the hub repository that
-    receives the export, if any.
+    origin: the drafter's model. trusted: the model's Python files may run. repository: the hub repository that receives
+    the export, if any.
     """
 
     run: Run
@@ -81,7 +81,7 @@ class Source:
 
     @property
     def model(self) -> str:
-        """Returns the name of its model."""
+        """Returns the name of the drafter's model."""
         return self.origin.name
 
     def name_of(self, output: Path) -> str:
@@ -103,7 +103,7 @@ class Source:
         # For a shipped drafter, bench writes to a run named after the model.
         if shipped is not None and shipped.path == self.run.path:
             folder = Run(RUNS / called(self.model)).bench_dir
-        for path in sorted(folder.glob("*.json"), reverse=True):  # named after their time
+        for path in sorted(folder.glob("*.json"), reverse=True):  # file names are times
             drafting = read_object(path, "the report").get("drafting") or {}
             if path.with_suffix(".md").is_file() and stamp in [
                 entry.get(STAMP) for entry in drafting.values()
@@ -113,9 +113,9 @@ class Source:
 
 
 def find_source(run: str | None = None, model: str | None = None, trusted: bool = False) -> Source:
-    """Returns a run's drafter, by default the one that ships for the model.
+    """Returns a run's drafter, by default the drafter that ships for the model.
 
-    Raises UserError if it is unusable, or if it was made for a model of other sizes.
+    Raises UserError if the drafter is unusable, or was trained for a model of other sizes.
     """
     origin = ModelSource.of(model or DEFAULT_MODEL)
     target = Run.open(run) if run else shipped_for(origin)

@@ -1,4 +1,4 @@
-"""Export of a folder with which transformers decodes with drafts: model, drafter, tree, code and model card."""
+"""Export of a folder for decoding with drafts in transformers: model, drafter, tree, code and model card."""
 
 import re
 import shutil
@@ -27,7 +27,7 @@ PACKAGE = Path(__file__).parents[1]
 IMPORT = re.compile(r"^( *)from medusa_cli\.([\w.]+) import(.*\n)", re.MULTILINE)
 # Modules that the decoding files import only for types; annotations are never evaluated.
 TYPES = {"engine.extra_rows", "model"}
-# Replaces engine/linear.py, which packs weights with the native library.
+# The file that replaces engine/linear.py, which packs weights with the native library.
 LINEAR = '''"""Linear layers of drafters when they draft: as they are."""
 
 from torch.nn import functional as F
@@ -110,7 +110,7 @@ def export_hf(
 
     budget: the number of nodes of the best tree according to the calibration; None: the run's own
     tree. Raises UserError if transformers cannot run the kind of drafter or the model's layers, or
-    if there is neither a tree nor a calibration to search one with.
+    if there is neither a tree nor a calibration with which to search a tree.
     """
     if source.kind not in KINDS:
         fault = f"@to hf cannot hold the {source.kind} drafter {source.run.drafter_dir}"
@@ -163,7 +163,7 @@ def export_hf(
 
 
 def _write_code(folder: Path) -> None:
-    """Writes the decoding files to one folder with relative imports, as transformers copies no other files."""
+    """Writes the decoding files to one folder with relative imports, because transformers copies no other files."""
     modules = ["export.custom_generate"]
     texts = {"engine_linear.py": LINEAR, "requirements.txt": REQUIREMENTS}
 

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 def import_drafter(
     place: str, run: str | None = None, model: str | None = None, trust_remote_code: bool = False
 ) -> tuple[Run, dict[str, Any], list[str]]:
-    """Reads a folder, file or hub id in any known layout and writes runs/NAME, by default named after it.
+    """Reads a checkpoint (a folder, file or hub id) in any known layout; writes a run, by default of the same name.
 
     Returns the run, the drafter's kind, heads and original layout, and notes on changes.
     trust_remote_code: runs Python files that the model's config may need. Raises UserError with the
@@ -67,7 +67,7 @@ def import_mtp(
     """Writes the MTP layer of a model's checkpoint into a run; returns the same values as `import_drafter`.
 
     The draft vocabulary holds the `size` most frequent tokens of the conversations in `data`, by
-    default the run's. Without conversations, the drafter scores all tokens.
+    default of the run's conversations. Without conversations, the drafter scores all tokens.
     """
     run = run or f"{called(model.name)}-{NAME}"
     _check_free(run)
@@ -103,7 +103,7 @@ def import_mtp(
 
 
 def _check_free(run: str) -> None:
-    """Raises UserError for a run that has a drafter."""
+    """Raises UserError if a run already has a drafter."""
     target = Run(Run.folder(run))
     if target.has_drafter:
         raise UserError(f"{target.path} has a drafter already", "give another @run")
@@ -118,7 +118,7 @@ def _write(
         target.bind(identity)
         source = provenance(identity, imported=imported)
         with replacing_folder(target.drafter_dir) as part:
-            # Tensors that share memory, such as tied ones, are copied separately.
+            # Tensors that share memory, such as tied weights, are copied separately.
             form = torch.contiguous_format
             copies = {
                 name: tensor.detach().clone(memory_format=form)
@@ -130,6 +130,6 @@ def _write(
 
 
 def _run_name(place: str) -> str:
-    """Returns a run name taken from a folder (its last part; links are not resolved), a file or a hub id."""
+    """Returns a run name: the last part of a folder's path (links are not resolved), a file's path or a hub id."""
     path = Path(os.path.abspath(expanded(place)))
     return path.stem if path.is_file() else path.name

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def export_medusa(
     source: Source, output: Path, *, overwrite: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Writes Medusa heads with a full vocabulary matrix [V, H] each; raises UserError for any other kind.
+    """Writes Medusa heads with a full vocabulary matrix [V, H] each; raises UserError for other kinds of drafters.
 
     Tokens outside a draft vocabulary get the mean of its rows, so that none of them is ever the most likely token.
     Heads that use the model's lm_head are written without matrices (FasterDecoding's v2). Heads with a conditional bias
@@ -90,6 +90,6 @@ def _full_matrix(tensors: dict[str, Tensor], name: str, vocabulary: int) -> Tens
     matrix = tensors[f"{name}.weight"]
     if "draft_ids" not in tensors:
         return matrix.clone()
-    # A logit of zero would be the highest if all others were negative.
+    # Rows of zeros would give logits of zero, which are the highest if all others are negative.
     mean = matrix.float().mean(0, keepdim=True).to(matrix.dtype)
     return mean.repeat(vocabulary, 1).index_copy(0, tensors["draft_ids"].long(), matrix)

@@ -1,4 +1,4 @@
-"""Export of EAGLE-3 drafters as checkpoints of the speculators library, which vLLM serves without more arguments."""
+"""Export of EAGLE-3 drafters as checkpoints of the speculators library, which vLLM serves without further arguments."""
 
 import json
 import shlex

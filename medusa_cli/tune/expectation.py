@@ -82,7 +82,7 @@ def adapted(accuracies: Accuracies, positions: float, limit: float) -> list[list
 
 
 def scaled(accuracies: Accuracies, nodes: int, length: float) -> list[list[float]]:
-    """Returns the accuracies times the factor with which the best tree of `nodes` nodes reaches a length."""
+    """Returns the accuracies times the factor at which the best tree of `nodes` nodes reaches an expected length."""
 
     def times(factor: float) -> list[list[float]]:
         return [[share * min(factor, 1 / max(sum(row), share)) for share in row] for row in rows]
