@@ -1,7 +1,7 @@
 """Makes any Hugging Face causal LM decode several tokens per step, with the same output."""
 
-# Type checkers take this for typing.TYPE_CHECKING. Importing typing would take time before Ctrl-C
-# is handled.
+# Type checkers take this for typing.TYPE_CHECKING. Importing typing would take time, in which
+# Ctrl-C is not handled yet.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from medusa_cli.api import Medusa

@@ -5,7 +5,7 @@ import sys
 
 
 def main() -> None:
-    """Runs a command line; Ctrl-C ends it in one line, even while modules are imported."""
+    """Runs a command line; Ctrl-C ends it with a message of one line, even while modules are imported."""
     try:
         _open_closed_streams()
         from medusa_cli.cli import main
@@ -13,11 +13,11 @@ def main() -> None:
         main()
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
-        sys.exit(130)  # errors.INTERRUPTED; Ctrl-C may have interrupted the import of its module
+        sys.exit(130)  # errors.INTERRUPTED; Ctrl-C may have interrupted the import of errors
 
 
 def _open_closed_streams() -> None:
-    """Opens /dev/null for closed standard streams, because other files would get their numbers."""
+    """Opens /dev/null for closed standard streams, because other files would get the streams' numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115

@@ -30,15 +30,15 @@ from medusa_cli.runs.resolve import NoDrafter, choose
 
 
 class Array(Protocol):
-    """A NumPy array or a torch tensor."""
+    """Stands for a NumPy array or a torch tensor."""
 
     def tolist(self) -> Any: ...
 
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Array
 MAX_NEW_TOKENS = 512
-# Maximum number of idle decoders kept for the next stream. Each holds a KV cache; on a GPU this
-# cache covers the whole context, and CUDA graphs come with it.
+# Maximum number of idle decoders kept for the next stream. Each decoder holds a KV cache. On a GPU,
+# the cache covers the whole context, and the decoder also holds CUDA graphs.
 MAX_IDLE = 2
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -76,12 +76,13 @@ class OptionFields(TypedDict, total=False):
 class GenerationOptions(LogitsFields):
     """Holds the options of an answer, which are the keyword arguments of `Medusa.request`.
 
-    Decoding is greedy if no temperature is given. stop: strings that end the answer. stop_ids: end tokens that
-    replace the model's. logprobs: how many of the likeliest tokens to report with each token; log probabilities are
-    the model's, before the options below change them. prompt_logprobs: also report the prompt's tokens, before the
-    answer's; the answer may then be empty. min_p: None uses the value in the model's generation config, as the fields
-    of LogitsFields do. json_schema, regex, grammar (Lark or GBNF): constrain the answer. speculative: False uses
-    plain decoding. raw: a text is continued as it is, without a chat template. Raises UsageError for invalid values.
+    Decoding is greedy if no temperature is given. stop: strings that end the answer. stop_ids: end tokens that replace
+    the model's. logprobs: how many of the likeliest tokens to report with each token; log probabilities are the
+    model's, before any options change them. prompt_logprobs: also report the prompt's tokens, before the answer's
+    tokens; the answer may then be empty. min_p: None uses the value in the model's generation config; this also holds
+    for the fields of LogitsFields. json_schema, regex, grammar (Lark or GBNF): constrain the answer. speculative: False
+    uses plain decoding. raw: True continues a text as it is, without a chat template. Raises UsageError for invalid
+    values.
     """
 
     max_new_tokens: int = MAX_NEW_TOKENS
@@ -148,19 +149,19 @@ class GenerationOptions(LogitsFields):
 
 
 class Medusa:
-    """Generates answers with a model, its drafter and its draft policy. Several threads may use it in turn."""
+    """Generates answers with a model, its drafter and its draft policy. Several threads may use one object in turn."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded: LoadedModel | None = loaded
         self.idle: list[Decoder] = []  # one slot each, the most recently used last
-        self.lock = threading.RLock()  # forward passes share buffers, so only one may run
+        self.lock = threading.RLock()  # forward passes share buffers, so only one may run at a time
         self.thread = ThreadPoolExecutor(1, "medusa")  # runs the steps of every `astream`
-        self.store: PrefixStore | None = None  # keeps the cached prefixes of its decoders on disk
+        self.store: PrefixStore | None = None  # keeps the decoders' cached prefixes on disk
 
     def close(self) -> None:
         """Frees the model, after which the object can no longer be used."""
         if self._loaded is None or self._loaded.backbone.forked:
-            self._loaded = None  # without the lock: a thread of the parent process may hold it
+            self._loaded = None  # without the lock, which a thread of the parent process may hold
             return
         self.thread.shutdown()
         with self.lock:
@@ -224,11 +225,10 @@ class Medusa:
         """Loads a model (a name, a folder, a GGUF file or a hub id) with its drafter.
 
         Arguments have the same meaning as the command-line options. drafter: a run, a folder or a hub id; "auto": the
-        run's drafter, else the one that ships for the model, else n-gram drafts; None: plain decoding. lookup: whether
-        to draft n-gram matches, which also works without a drafter. model: None uses the run's model, else the default
-        one.
-        chat_template: a Jinja file or the template's text.
-        Raises UserError if something does not exist or does not fit the model.
+        run's drafter, otherwise the drafter that ships for the model, otherwise n-gram drafts; None: plain decoding.
+        lookup: whether to draft n-gram matches; this also works without a drafter. model: None uses the run's model,
+        otherwise the default model. chat_template: a Jinja file or the template's text. Raises UserError if something
+        does not exist or does not fit the model.
         """
         try:
             choice = choose(
@@ -345,7 +345,7 @@ class Medusa:
             for sequence, step in decoder.run(requests):
                 answer = answers[sequence.number]
                 answer.add(step, sequence.finish_reason)
-                # A stop string may end the text before its last token.
+                # A stop string may end the answer before its sequence ends.
                 if answer.finish_reason:
                     sequence.cancel()
         return answers
@@ -378,15 +378,15 @@ class Medusa:
         return Decoder(loaded.backbone, loaded.drafter, policy, slots=slots, store=self.store)
 
     def keep_prefixes(self, folder: Path, limit: int) -> None:
-        """Keeps cached prefixes in a folder of up to `limit` bytes, from where later processes take them.
+        """Keeps cached prefixes in a folder of up to `limit` bytes, from which later processes read them.
 
-        They are written while the server decodes, and by `close`. Raises UsageError for a folder that
-        cannot be written, and for an engine whose rows depend on other rows.
+        Prefixes are written while the server decodes, and by `close`. Raises UsageError for a folder that cannot be
+        written, and for an engine whose rows depend on other rows.
         """
         self.store = PrefixStore(folder, limit, self.backbone)
 
     def take_back(self, decoder: Decoder) -> None:
-        """Keeps a stream's decoder, whose prefix the next stream may reuse; drops the oldest beyond MAX_IDLE."""
+        """Keeps a stream's decoder, whose prefix the next stream may reuse; drops the oldest ones beyond MAX_IDLE."""
         with self.lock:
             self.idle.append(decoder)
             del self.idle[:-MAX_IDLE]
@@ -441,7 +441,7 @@ class Stream:
     def close(self) -> None:
         """Ends the answer at its current length, unless it has already ended."""
         if self._decoder is not None and self._decoder.backbone.forked:
-            self._decoder = None  # the stream continues in the parent
+            self._decoder = None  # the stream continues in the parent process
             return
         with self._medusa.lock:
             self.answer.cancel()
@@ -487,7 +487,7 @@ class Chat:
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def resume(self, messages: Sequence[Mapping[str, str]]) -> None:
-        """Continues a conversation; raises UsageError if it is not one, and UserError as `clear` does."""
+        """Continues a conversation; raises UsageError if a message is not valid, and UserError as `clear` does."""
         known = [_message(message) for message in messages]
         system = known[0]["content"] if known and known[0]["role"] == "system" else None
         self.clear(system)
@@ -495,7 +495,7 @@ class Chat:
 
     @contextmanager
     def stream(self, text: str) -> Iterator[Stream]:
-        """Yields the stream that answers a message; adds both to the conversation when the block ends."""
+        """Yields the stream that answers a message; adds message and answer to the conversation when the block ends."""
         question = {"role": "user", "content": text}
         backbone = self.medusa.backbone
         if self.options.raw:
@@ -530,7 +530,7 @@ def _message(message: Mapping[str, str]) -> dict[str, str]:
 def _with(
     options: GenerationOptions | None, method: str, changes: Mapping[str, Any]
 ) -> GenerationOptions:
-    """Returns the options updated with keyword arguments; raises TypeError for unknown ones, as Python does."""
+    """Returns the options updated with keyword arguments; raises TypeError for unknown names, as Python does."""
     for name in changes:
         if name not in GenerationOptions.__dataclass_fields__:
             raise TypeError(f"Medusa.{method}() got an unexpected keyword argument {name!r}")

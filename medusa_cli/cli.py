@@ -63,7 +63,7 @@ def word_of(name: str) -> str:
 
 
 class Command(TyperCommand):
-    """A command whose help lists its own options first, then the shared ones by panel, then its extra sections."""
+    """Lists, in a command's help, its own options first, then the shared options by panel, then its extra sections."""
 
     sections: dict[str, list[tuple[str, str]]] = {}
 
@@ -98,7 +98,7 @@ class ErrorBoundary(TyperGroup):
     """Runs a command and reports an exception in one line on stderr; with --debug, a traceback comes first."""
 
     def __init__(self, **attrs: Any) -> None:
-        # The command that is requested is imported later.
+        # The requested command is imported later.
         super().__init__(**{**attrs, "commands": dict.fromkeys(COMMANDS)})
 
     def get_command(self, ctx: Any, name: str) -> Any:
@@ -168,7 +168,7 @@ def explain(reason: Exception) -> tuple[str, int]:
     return f"internal error: {text} (run again with --debug for the traceback)", 1
 
 
-# Help is plain text: rich would read "[default: ...]" as markup, and its help is slow to import.
+# Help is plain text: rich would read "[default: ...]" as markup, and rich's help is slow to import.
 app = typer.Typer(
     name="medusa",
     cls=ErrorBoundary,

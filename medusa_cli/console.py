@@ -48,9 +48,9 @@ def visible(text: str) -> str:
 
 
 class Screen(Console):
-    """A rich console that interprets strings neither as markup nor as terminal commands.
+    """Prints as rich's console does, but interprets strings neither as markup nor as terminal commands.
 
-    plain: write only text, as NO_COLOR and TERM=dumb request. rich itself would still move the cursor.
+    plain: True if only text is written, as NO_COLOR or TERM=dumb requests. rich itself would still move the cursor.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -61,7 +61,7 @@ class Screen(Console):
         super().__init__(**{**own, **options})
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(visible(text), **options)  # before rich measures it
+        return super().render_str(visible(text), **options)  # before rich measures the text
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -71,9 +71,10 @@ class Screen(Console):
 
 
 out, err = Screen(), Screen(stderr=True)
-# column: the cursor's column after streamed text Loggers whose hints do not help: they are about
-# kernels that a CPU does not need, and about configs that are read correctly.
+# Loggers whose hints do not help: the hints are about kernels that a CPU does not need, and about
+# configs that are read correctly.
 HINTS = ("bitsandbytes", "transformers.integrations.heterogeneity")
+# column: the cursor's column after streamed text.
 _mode = SimpleNamespace(quiet=False, json=False, column=0)
 
 
@@ -83,7 +84,8 @@ def configure(quiet: bool = False, json: bool = False) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Escapes characters that the encoding lacks, as stderr does.
         sys.stdout.reconfigure(errors="backslashreplace")
-    # Libraries quote a model's files in logs and warnings.
+    # Libraries quote a model's files in logs and warnings, so control characters are spelled out
+    # there, too.
     logging.setLogRecordFactory(_Record)
     warnings.formatwarning = _format_warning
     for name in HINTS:
@@ -170,7 +172,7 @@ def grid(
 ) -> Group:
     """Returns a table whose columns are right-justified, except those in `left`.
 
-    A table wider than the terminal is split into several, each of which begins with the first column.
+    A table that is wider than the terminal is split into several tables, each of which begins with the first column.
     """
     lines = [[visible(cell) for cell in row] for row in rows]
     names = [max(map(len, name.split()), default=0) for name in columns]
@@ -293,8 +295,8 @@ def fetching(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
 def bars() -> Iterator[ShowProgress]:
     """Yields a function that shows the progress of work in several parts, with one bar per name.
 
-    If the terminal cannot show bars, it writes lines. Its arguments are the name, the units done,
-    the total (which may change), the unit, and a note to show next to the name.
+    If the terminal cannot show bars, the function writes lines. Its arguments are the name, the
+    units done, the total (which may change), the unit, and a note to show next to the name.
     """
     if not err.is_terminal or err.plain:
         with terminated():
@@ -349,7 +351,7 @@ def footer() -> Iterator[Callable[[str], None]]:
 
     def show(text: str) -> None:
         if _mode.column == out.width:
-            # After a full line, terminals wrap at the next character. Many of them forget this
+            # After a full line, terminals wrap at the next character. Many terminals forget this
             # when the cursor is restored.
             return
         # Save the cursor, go to the last row, clear it, write dimmed text, restore the cursor.
@@ -360,8 +362,8 @@ def footer() -> Iterator[Callable[[str], None]]:
     _mode.column = 0
     with terminated():
         try:
-            # Leave the last row, then make only the rows above it scroll. Setting this region
-            # moves the cursor home, so the cursor is saved and restored.
+            # Leave the last row, then make only the rows above it scroll. Setting this scroll
+            # region moves the cursor home, so the cursor is saved and restored.
             write(f"\n\x1b[A\x1b7\x1b[1;{err.height - 1}r\x1b8")
             yield show
         finally:

@@ -19,9 +19,9 @@ from medusa_cli.files.cpus import control_groups, sysctl
 
 # Bytes copied to measure the memory bandwidth.
 COPIED_BYTES = 256 * 2**20
-# The same on a GPU. A copy of fewer bytes would take little longer than its launch.
+# Bytes copied for this on a GPU. A copy of fewer bytes would take hardly longer than its launch.
 GPU_COPIED_BYTES = 2 * 2**30
-# Each device keeps the numbers from 0 to this size, which exceeds the rows of a graph's pass.
+# Each device keeps a tensor of the numbers below this. The passes of CUDA graphs have fewer rows.
 NUMBERS = 1024
 # From glibc's malloc.h. glibc limits the mmap threshold to 32 MB and the trim threshold to an int.
 M_TRIM_THRESHOLD = -1
@@ -33,8 +33,8 @@ _STATUS = Path("/proc/self/status")
 _SYSTEM = Path("/proc/meminfo")
 _CPUS = Path("/proc/cpuinfo")
 # The files of a control group (versions 2 and 1): the limit, the memory in use, and a name in
-# memory.stat. That name is the part of the page cache that counts as used, but is released when
-# needed.
+# memory.stat. That name stands for the part of the page cache that counts as used, but is released
+# when needed.
 _LIMITS = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -57,7 +57,7 @@ def upload(
 def numbered(count: int, device: torch.device) -> Tensor:
     """Returns 0 .. count - 1 on a device, if possible as a view of numbers that the device keeps.
 
-    On a GPU, making a tensor takes a kernel. The first call must not fall within the capture of a CUDA graph.
+    On a GPU, making a tensor launches a kernel. The first call must not be made during the capture of a CUDA graph.
     """
     return (
         _first_numbers(device)[:count] if count <= NUMBERS else torch.arange(count, device=device)
@@ -118,12 +118,12 @@ def synchronize(device: torch.device) -> None:
 
 @cache
 def has_cuda() -> bool:
-    """Returns True if there is a CUDA device that runs this torch's kernels; logs a warning if one is too old."""
+    """Returns True if there is a CUDA device that runs this torch's kernels; logs a warning if it is too old."""
     if not torch.cuda.is_available():
         return False
     try:
         torch.ones(1, device="cuda").sum().item()
-    # another program uses the memory; loading the model reports that
+    # Another program uses the GPU's memory; loading the model reports this.
     except torch.OutOfMemoryError:
         return True
     except (RuntimeError, AssertionError) as reason:  # such as "no kernel image is available"
@@ -135,10 +135,11 @@ def has_cuda() -> bool:
 def has_bf16() -> bool:
     """Returns True if the CPU has bf16 instructions, without which bf16 is many times slower than fp32.
 
-    With MEDUSA_CPU=avx2 in the environment, they are not used, and the result is False.
+    With MEDUSA_CPU=avx2 in the environment, these instructions are not used, and the result is
+    False.
     """
     allowed = os.environ.get("MEDUSA_CPU", "").lower() != "avx2"
-    # Builds without oneDNN, such as those for macOS, lack the operation.
+    # Builds of torch without oneDNN, such as those for macOS, lack the operation.
     has_onednn = torch.backends.mkldnn.is_available()
     return allowed and has_onednn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -159,9 +160,9 @@ def free_memory(device: torch.device) -> int:
 
 
 def _left(folder: Path) -> int | None:
-    """Returns the bytes that a control group leaves; None without a limit."""
+    """Returns how many bytes a control group may still use; None if it has no limit."""
     for limit, usage, released in _LIMITS:
-        with suppress(OSError, ValueError):  # no such file, or "max": no limit
+        with suppress(OSError, ValueError):  # no such file, or "max", which means no limit
             allowed = int((folder / limit).read_text())
             taken = int((folder / usage).read_text())
             return allowed - taken + _numbers(folder / "memory.stat").get(released, 0)
@@ -200,7 +201,7 @@ def device_name(device: torch.device) -> str:
 
 
 def processor() -> str:
-    """Returns the processor's name as the system reports it; timings are kept by it."""
+    """Returns the processor's name as the system reports it; timings are stored under this name."""
     try:
         lines = _CPUS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -223,10 +224,10 @@ def processor() -> str:
 def keep_freed_memory() -> None:
     """Makes glibc keep freed memory, because pages returned to the system would be zeroed again.
 
-    On two cores, training becomes 18 % faster.
+    This makes training on two cores 18 % faster.
     """
     if sys.platform.startswith("linux"):
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have no mallopt
         if mallopt is not None:
             mallopt(M_MMAP_THRESHOLD, 1 << 25)
             mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)

@@ -49,19 +49,21 @@ from medusa_cli.tree import Tree
 from medusa_cli.tree.io import load_tree, tree_provenance
 from medusa_cli.tree.search import expected_length, largest, search
 
-# From best to worst. A part that cannot be examined is "unknown", which is not a fault.
+# The statuses from best to worst. A part that cannot be examined is "unknown", which is not a
+# fault.
 STATUSES = ("pass", "unknown", "warn", "fail")
 SAMPLE = 64  # number of conversations from which prompts are taken
-NODES = 16  # maximum size of the tree that is made if the run has none
+NODES = 16  # maximum size of the tree that is made if the run has no tree
 PROMPTS = 8  # number of prompts that are decoded
 TOKENS = 48  # maximum answer length in tokens
 LONGEST_PROMPT = 384  # in tokens; longer prompts would make the examination slow
 SLIGHT = 0.05  # tokens per step; a shortfall up to this size causes no warning
 READ = 8  # number of conversations that the model reads again
-LONGEST = 640  # maximum number of tokens that it reads per conversation
+LONGEST = 640  # maximum number of tokens that the model reads per conversation
 # Distillation settings that must be repeated when a distillation is resumed.
 REPEATED = ("seed", "max_new_tokens", "max_turns", "temperature", "random_seed")
-# Share of an MTP layer's first draft tokens that should be right; less suggests a wrong port.
+# Share of an MTP layer's first draft tokens that should be right; a lower share suggests that the
+# checkpoint is read wrongly.
 FIRST_LEVEL = 0.5
 CLEARLY = 0.1  # margin by which another reading of the checkpoint must be better
 LAST = 50  # number of last steps over which the accuracy on trained text is averaged
@@ -69,7 +71,7 @@ LAST = 50  # number of last steps over which the accuracy on trained text is ave
 
 @dataclass(frozen=True)
 class Finding:
-    """A check's outcome: its status, a sentence, a command that helps, and the figures behind the sentence."""
+    """Holds a check's outcome: its status, a sentence, a command that helps, and the figures behind the sentence."""
 
     status: str
     text: str
@@ -89,7 +91,7 @@ def graded(value: float, warn: float, fail: float = math.inf) -> str:
 class Case:
     """Reads the parts of the run under examination, and changes nothing in it.
 
-    called: the run's name as typed, None for the drafter that ships for the model. A missing or damaged part raises
+    called: the run's name as typed, or None for the drafter that ships for the model. A missing or damaged part raises
     UserError with the command that creates it.
     """
 
@@ -156,7 +158,7 @@ class Case:
 
     @cached_property
     def drafter(self) -> HeadDrafter:
-        """Returns the run's drafter, loaded for that model."""
+        """Returns the run's drafter, loaded for the backbone."""
         folder = self.need(self.run.drafter_dir / "config.json", "train").parent
         return load_drafter(folder, self.backbone)
 
@@ -195,7 +197,7 @@ class Case:
     @cached_property
     def decoded(self) -> list[Stats]:
         """Returns the stats of held-out prompts, each decoded greedily on its own with the run's tree."""
-        # The tree is read before the model is loaded, because its files may be missing.
+        # The tree is read before the model is loaded, because the tree's files may be missing.
         policy = policy_of(self.tree)
         medusa = Medusa(LoadedModel(self.backbone, self.drafter, policy))
         answers = medusa.batch(self._prompts(), batch_size=1, max_new_tokens=TOKENS)
@@ -221,9 +223,9 @@ class Case:
 
 
 def backbone(case: Case) -> Finding:
-    """Compares the model's weights, adapter and quantization with those that the drafter was trained on.
+    """Compares the model's weights, adapter and quantization with those of the model that the drafter was trained on.
 
-    Also compares its packed weights with the digests that were written with them.
+    Also compares the packed weights with the digests that were written with them.
     """
     before = case.provenance.identity
     if not before:
@@ -337,7 +339,7 @@ def check_distilled_by_model(case: Case) -> Finding:
 def first_level(case: Case) -> Finding:
     """Compares an MTP layer's first draft tokens with the data.
 
-    If few are right, it also tries other readings of the checkpoint.
+    If few of them are right, also tries other readings of the checkpoint.
     """
     drafter = case.drafter
     if not isinstance(drafter, Mtp):
@@ -387,7 +389,7 @@ def _first_share(case: Case, drafter: HeadDrafter, read: Batch, batch: Batch) ->
 
 
 def over_fitting(case: Case) -> Finding:
-    """Compares the heads' accuracy on trained and on held-out text, and checks if the held-out loss rises."""
+    """Compares the heads' accuracy on trained and on held-out text, and checks whether the held-out loss rises."""
     steps = case.events("stepped")
     checks = case.events("validated")
     if not steps or not checks:
@@ -449,7 +451,7 @@ def _shares(values: Sequence[float | None]) -> str:
 
 
 def acceptance(case: Case) -> Finding:
-    """Compares the measured acceptance length with the one predicted by the calibration and the tree."""
+    """Compares the measured acceptance length with the length that the calibration and the tree predict."""
     stats = case.decoded
     length = 1 + sum(part.accepted for part in stats) / sum(part.steps for part in stats)
     sums = [[part.steps + part.accepted, part.steps] for part in stats]
@@ -464,7 +466,8 @@ def acceptance(case: Case) -> Finding:
     # The shortfall beyond the interval, relative to the tokens that drafts should add.
     short = (expected - high) / max(expected - 1, 1e-9)
     status = graded(short, 0.1, 0.4) if expected - high > SLIGHT else "pass"
-    # The drafter that ships is already calibrated; prompts unlike its data need new data.
+    # The drafter that ships is already calibrated. For prompts unlike its training data, it needs
+    # new data.
     remedy = case.command("calibrate") if case.called else case.distill
     text = f"{text}; calibration and the tree of {case.tree.size} nodes predict {expected:.2f}"
     return Finding(status, text, remedy, figures)

@@ -14,8 +14,8 @@ from typing import Any
 # Exit codes are 1 for errors, 2 for a wrong command line, and the shell's codes for signals.
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 OUT_OF_MEMORY = "out of memory; use a smaller batch, a smaller model, or @quantize bnb.nf4"
-LISTED = 8  # most names in a message
-LONGEST = 600  # characters of a message, with any values and paths: five lines of 120
+LISTED = 8  # maximum number of names in a message
+LONGEST = 600  # maximum characters of a message, values and paths included: five lines of 120
 # Matches @name only as a separate word or after a bracket, so that addresses, paths and quoted text
 # stay unchanged.
 _SETTING = re.compile(r"(?<![^\s(\[])@([a-z]\w*)(?!\w|[/@]|[.-]\w)")
@@ -74,7 +74,7 @@ OTHER_THAN_FIRP = "use a drafter other than firp, such as drafter=hydra"
 
 
 class UserError(Exception):
-    """An error that the user can fix, printed on one line without a traceback; exit code 1."""
+    """Reports an error that the user can fix, on one line without a traceback; exit code 1."""
 
     exit_code = 1
 
@@ -92,7 +92,7 @@ class UserError(Exception):
 
 
 class UsageError(UserError):
-    """An error for an invalid setting or value; exit code 2."""
+    """Reports an invalid setting or value; exit code 2."""
 
     exit_code = 2
 
@@ -102,7 +102,7 @@ def of_system(reason: OSError) -> UserError:
     # filename2 is the target that a temporary file replaces.
     path = str(reason.filename2 or reason.filename or "")
     match reason.errno:
-        # EFBIG: beyond a quota, a ulimit or the file system's limit.
+        # EFBIG: the file would exceed a quota, a ulimit or the file system's limit.
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             fault = f"no disk space left to write {path}".rstrip()
             return UserError(fault, "free some space or choose another @run")

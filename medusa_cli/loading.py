@@ -23,7 +23,7 @@ from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.io import load_tree, tree_provenance
 from medusa_cli.tree.search import SizedTree, StepTimes, budgets, largest, search
 
-# The nodes of the largest tree that grows during a step.
+# Maximum number of nodes of a tree that grows during a step.
 MAX_GROWN_NODES = 32
 # Number of draft tokens with `--tree auto` if the drafter has neither a calibration nor a tree.
 CHAIN = 3
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A backbone and, unless decoding is plain, a drafter and the policy that decides what is drafted.
+    """Holds a backbone and, unless decoding is plain, a drafter and the policy that decides what is drafted.
 
     template_file: the file whose chat template replaces the model's, if a run or a drafter brings one.
     """
@@ -172,8 +172,8 @@ def _adaptive_policy(
 ) -> AdaptivePolicy:
     """Returns the policy for `--tree auto`, based on the step times of this machine.
 
-    Trees grow if the drafter's confidences were calibrated. Two kinds do not: trees in a CUDA
-    graph, and those of FIRP, whose depth is decided one step earlier.
+    Trees grow if the drafter's confidences were calibrated. Two kinds of trees do not grow: trees
+    in a CUDA graph, and FIRP's trees, whose depth is decided one step earlier.
     """
     stamp = None if choice.drafter is None else stamp_of(choice.drafter)
     step_times = step_times_for(backbone, drafter, stamp, show=show)

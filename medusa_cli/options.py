@@ -46,7 +46,7 @@ _output = partial(flag, panel="Output")
 
 
 def refuse(flags: Mapping[str, Any], reason: str, remedy: str = "leave one of them out") -> None:
-    """Raises UsageError for the first of these flags that is given; the reason follows its name and value."""
+    """Raises UsageError for the first of these flags that is given; the reason follows the flag's name and value."""
     for name, value in flags.items():
         if value is None or value is False:
             continue
@@ -143,8 +143,8 @@ _QUESTIONS = (
 )
 
 Text = str | None
-# torchrun mistakes "--run" for an abbreviation of its own "--run-path" and rejects it, hence the
-# second name.
+# torchrun mistakes "--run" for an abbreviation of its own "--run-path" and rejects it, so the
+# option has a second name.
 Run = Annotated[str, flag("--run --run-dir NAME", _RUN, show_default=True)]
 RunOrShipped = Annotated[
     Text, flag("--run NAME", f"{_RUN} [default: the drafter that ships for the model]")
@@ -192,7 +192,7 @@ JudgeModel = Annotated[Text, flag("--judge-model NAME", "The model that judges."
 
 @dataclass(frozen=True)
 class LoadFlags(LoadOptions):
-    """Flags for loading a model; if `quantize` is None, the quantization used to train the drafter applies."""
+    """Holds the flags for loading a model; if `quantize` is None, the drafter's quantization in training applies."""
 
     device: Annotated[
         str, _loading("--device NAME", "auto, cpu, cuda[:N], mps.", show_default=True)
@@ -221,7 +221,7 @@ class LoadFlags(LoadOptions):
 
 @dataclass(frozen=True)
 class DraftFlags:
-    """Flags for the model, its drafter and the draft policy."""
+    """Holds the flags for the model, its drafter and the draft policy."""
 
     run: RunOrShipped = None
     model: Model = None
@@ -230,7 +230,7 @@ class DraftFlags:
     lookup: Annotated[bool | None, _drafting("--lookup/--no-lookup", _LOOKUP)] = None
 
     def choose(self, need_drafter: bool = True) -> Choice:
-        """Returns the files that belong together; raises UserError if one is missing or the model is not supported."""
+        """Returns the files that belong together; raises UserError if a file is missing or the model unsupported."""
         model = None if self.model is None else ModelSource.of(self.model)
         choice = choose(
             model, self.run, self.drafter, self.tree, need_drafter=need_drafter, lookup=self.lookup
@@ -262,7 +262,7 @@ class DraftFlags:
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """Flags for sampling and for the answer's length."""
+    """Holds the flags for sampling and for the answer's length."""
 
     max_new_tokens: MaxNewTokens = None
     temperature: Temperature = None
@@ -297,7 +297,7 @@ class SamplingFlags:
 
 @dataclass(frozen=True)
 class GrammarFlags:
-    """Flags for the grammar that an answer must follow."""
+    """Holds the flags for the grammar that an answer must follow."""
 
     json_schema: Annotated[
         Path | None,
@@ -336,7 +336,7 @@ class GrammarFlags:
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """Flags for the command's output."""
+    """Holds the flags for the command's output."""
 
     json: Annotated[
         bool, _output("--json", "Print one JSON document on stdout instead of text.")
@@ -345,14 +345,14 @@ class OutputFlags:
     debug: Debug = False
 
     def configure(self, first: bool = True) -> None:
-        """Configures the console; if there are several processes, only the `first` one prints."""
+        """Configures the console; if there are several processes, only the `first` process prints."""
         console.configure(quiet=self.quiet or not first, json=self.json or not first)
         fetch.progress = console.fetching
 
 
 @dataclass(frozen=True)
 class QuestionFlags:
-    """Flags for the questions to ask; the default is MT-Bench."""
+    """Holds the flags for the questions to ask; the default is MT-Bench."""
 
     mt_bench: Annotated[
         bool, flag("--mt-bench", "The 80 MT-Bench questions with two turns. [default]")

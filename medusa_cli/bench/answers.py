@@ -49,7 +49,7 @@ class Clock:
         return time.perf_counter() - self._start
 
     def first_token_s(self, tokens: int) -> list[float]:
-        """Returns the time of the first of `count` tokens, in a list; an empty list if they came in one piece."""
+        """Returns the time of the first of `tokens` tokens, in a list; an empty list if they all came in one piece."""
         in_parts = len(self._reports) > 1 or tokens <= 1
         return [*self._reports, self.seconds()][:1] if in_parts else []
 

@@ -218,7 +218,7 @@ class Bench:
         return facts
 
     def _check_fit(self) -> None:
-        """Raises UserError, before any model is loaded, for a silent peer, or a run or drafter of another model."""
+        """Raises UserError before any model is loaded if a peer is silent, or a run or drafter is of another model."""
         for name, url in self.peers.items():
             served_models(name, url)
         model = self.choice.source

@@ -134,7 +134,7 @@ def tally(
 def judge_bench(
     bench: Path, document: dict[str, Any], url: str, model: str, on_reply: Callable[[int], object]
 ) -> None:
-    """Has a model on an OpenAI-compatible server judge a saved bench; adds the outcome to its file and document.
+    """Lets a model on an OpenAI-compatible server judge a saved bench; adds the outcome to its file and document.
 
     Replies are stored next to the bench and not requested again. Raises UserError if the bench
     holds no answers, or if the server does not answer or refuses.

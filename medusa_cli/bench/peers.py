@@ -129,7 +129,7 @@ def llama_method(name: str, gguf: Path, backbone: Backbone, cached: bool = False
     """Returns greedy decoding of a GGUF file of the same model by the llama.cpp server in the package xllamacpp.
 
     The server runs in a process of its own, with as many threads as torch. llama.cpp-ngram adds its
-    n-gram drafts with their default settings. cached: it keeps prefixes.
+    n-gram drafts with their default settings. cached: the server keeps prefixes.
     """
     address = _llama_server(name, gguf, backbone)
     kind = {"Content-Type": "application/json"}

@@ -129,7 +129,7 @@ def bench(
     model = None if drafting.model is None else ModelSource.of(drafting.model)
     files = drafting.run, drafting.drafter, drafting.tree
     choice, drafts = choose_files(names, model, *files, drafting.lookup)
-    # Its settings are checked before the questions are fetched.
+    # Bench checks the settings, so it is made before the questions are fetched.
     what = Bench(
         choice,
         drafts,

@@ -58,7 +58,7 @@ def calibrate(
             f"{folder} holds no drafter",
             f"run `medusa train --run {target.argument}` first, or give another --drafter or --run",
         )
-    # A run without its own conversations can only use others for its tree.
+    # A calibration on other data becomes the run's own only if the run has no conversations.
     aside = folder.resolve() != target.drafter_dir.resolve() or (
         data is not None and target.data_path.is_file()
     )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from medusa_cli.decode import Stats
 
 MAX_NEW_TOKENS = 512
-# The size of the folder with the prefixes of continued conversations.
+# Maximum size in bytes of the folder with cached prefixes, which continued conversations use.
 PREFIX_BYTES = 4 * 10**9
 _CONTINUE = (
     "Continue the conversation in FILE, or start one, and save it there after each turn. Keys and values of its tokens "
@@ -211,10 +211,10 @@ def converse(session: "Chat", show_accepted: bool, kept_in: Path | None = None) 
     typed = sys.stdin.isatty()
     failed = False
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # a byte that is not UTF-8 becomes one wrong character
+        # A byte that is not UTF-8 becomes one wrong character.
         sys.stdin.reconfigure(errors="replace")
     if typed:
-        with suppress(ImportError):  # some Pythons lack it
+        with suppress(ImportError):  # some Pythons lack readline
             import readline  # noqa: F401  (line editing and history for input())
 
         console.info("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")

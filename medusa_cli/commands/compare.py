@@ -14,7 +14,7 @@ from medusa_cli.options import LoadFlags, OutputFlags, flag, refuse
 from medusa_cli.runs.run import Run
 
 DATA = "Measure every run anew on this file's conversations (JSON or JSONL)."
-# The only values of load options with which runs are measured.
+# The values of load options with which runs can be measured.
 MEASURED_WITH = {
     "quantize": (None,),
     "engine": ("auto", "eager"),
@@ -53,7 +53,7 @@ def compare(
         with console.progress("comparing", total=len(rows), unit="runs") as advance:
             for row, run in zip(rows, targets, strict=True):
                 result = evaluate(run, data, loading, max_samples)
-                # A frozen model has no parts.
+                # With a frozen model, the result has no parts.
                 cost = model_cost(result.parts) if result.parts else {}
                 row |= {
                     "accuracies": result.accuracies,

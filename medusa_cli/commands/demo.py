@@ -242,7 +242,7 @@ def answer_by_others(
     from medusa_cli.decode import Sampling
 
     names = ["hf"]
-    # With an adapter, the file holds another model.
+    # With an adapter, the model differs from the one in the file.
     in_file = choice.adapter is None and choice.source.kind == "gguf"
     if in_file and has_package("xllamacpp"):
         names.append("llama.cpp")

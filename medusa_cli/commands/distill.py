@@ -19,7 +19,8 @@ from medusa_cli.runs.run import DEFAULT_RUN, Run, sole_writer
 if TYPE_CHECKING:
     from medusa_cli.runs.recipe import Recipe
 
-# Conversations without a recipe: about a quarter of an hour on two cores with the default model.
+# Number of conversations without a recipe. They take about a quarter of an hour on two cores with
+# the default model.
 BARE_SAMPLES = 800
 _RECIPE = "A recipe's file, or its name, and settings such as distill.context=2048 or distill.taps=[10,20]."
 _ENDPOINT = (
@@ -91,7 +92,7 @@ def distill(
     }
     # Each process ends when its share is done, and the shares may differ by hours.
     processes = Distributed.join(loading.device, backend="gloo")
-    # the first process fetches the files that all of them read
+    # The first process fetches the files that all processes read.
     with processes.main_process_first():
         target = Run.open(run, create=not resume)
         if resume and not target.distill_path.is_file():
@@ -116,7 +117,7 @@ def distill(
     with console.bars() as show:
         summary = answer_seeds(target, seeds, plan, loading, processes, show)
     processes.destroy()
-    if summary is not None:  # the first process prints for all
+    if summary is not None:  # the first process prints for all processes
         _report(summary, target, printing.json)
 
 

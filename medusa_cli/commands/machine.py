@@ -13,7 +13,7 @@ from medusa_cli.files.model_files import check_model_files
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import LoadFlags, OutputFlags, flag, refuse
 
-DIGITS = 9  # a context has fewer digits
+DIGITS = 9  # maximum number of digits of a context
 # Options that change the bits of logits.
 ROUNDING = {"--dtype", "--quantize", "--activations", "--kv"}
 

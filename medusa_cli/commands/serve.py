@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from medusa_cli.serve.middleware import Limits
     from medusa_cli.serve.record import Recorder
 
-# The minimum of the default context in tokens, and the additional rows of a slot for drafts.
+# The minimum of the default context in tokens, and the number of additional rows for drafts in a
+# slot.
 MIN_CONTEXT = 4096
 SPARE_ROWS = 256
 STORE_GB = 10.0
@@ -181,7 +182,7 @@ def serve(
     choice = drafting.or_plain(baseline, chat_template)
     check_certificate(access.ssl_certfile, access.ssl_keyfile)
     templates.prepare()
-    # Before the model is loaded, so that a port in use is reported at once.
+    # The port is opened before the model is loaded, so that a port in use is reported at once.
     listener = listen(access.host, access.port, access.uds)
     bound = file_identity(access.uds) if access.uds else None
     loaded = options.load(choice, place)
@@ -210,7 +211,7 @@ def serve(
     )
     server.run(listener)
     medusa.close()
-    # otherwise, another server has bound its own socket
+    # If the file is another one, another server has bound its own socket.
     if access.uds and file_identity(access.uds) == bound:
         access.uds.unlink(missing_ok=True)
 
@@ -277,7 +278,7 @@ def fitting_limits(
     wanted = min(context or backbone.max_positions, backbone.max_positions)
     cache = backbone.engine.new_cache()
     free = free_memory(backbone.device)
-    # Running states take the same memory in every slot, for any length.
+    # Running states take the same memory in every slot, whatever the length of its sequence.
     fixed = backbone.engine.slot_bytes(SPARE_ROWS)
     row = max(1, backbone.engine.row_bytes)
     asked = slots

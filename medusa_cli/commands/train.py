@@ -84,7 +84,8 @@ def train(
         "train.tuning": tuning,
         "drafter.name": mtp_layer.NAME if own else None,
     }
-    # A resumed run computes in the number type of its recipe: --dtype is then only the model's.
+    # A resumed run computes in the number type of its recipe; --dtype then sets only the model's
+    # number type.
     if loading.dtype in ("bf16", "fp32") and not (resume and all("=" in word for word in words)):
         flags["train.dtype"] = loading.dtype
     plan = recipe_of(target, words, flags, resume, origin)
@@ -118,7 +119,7 @@ def train(
             should_stop=lambda: bool(signals),
             show=show,
         )
-    if trained is None:  # the first process prints for all
+    if trained is None:  # the first process prints for all processes
         return
     if trained.stopped:
         console.warn("stopped; the same command with --resume continues")

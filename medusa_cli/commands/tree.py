@@ -29,7 +29,7 @@ SHAPE = "All paths over the W1 best guesses of head 1, the W2 best of head 2, ..
 OUTPUT = "Where to save it; a picture is saved next to it. [default: the run's tree.json]"
 DEFAULT_BUDGET = 64
 DRAWN_NODES = 256
-# Sizes to compare with the chosen one: a plain step, and sizes that are usual elsewhere.
+# Sizes to compare with the chosen size: 1 (a plain step), and sizes that are common elsewhere.
 USUAL_SIZES = (1, 4, 8, 16, 32, 64)
 
 

@@ -236,7 +236,7 @@ class Progress:
 def _source(
     recipe: Recipe, loading: LoadOptions, processes: int
 ) -> tuple[Callable[..., Iterator[Outcome]], Backbone | Tokenizer, DistillRecipe]:
-    """Returns a function that answers seeds, locally or with servers, its model, and the effective settings."""
+    """Returns a function that answers seeds (here or on servers), the model or tokenizer, and the settings used."""
     settings = recipe.distill
     template = recipe.chat_template
     if settings.endpoint is not None:
