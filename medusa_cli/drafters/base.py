@@ -27,7 +27,7 @@ class NewTokens:
     """Holds the tokens [A+1] accepted since the last draft, with their hidden states [A+1, H * taps].
 
     They are at positions start .. start + A. root: the next token, which is decided but not yet in
-    the cache. The first such record is the prompt. extra_hidden: final states [K, H] of the last
+    the cache. A sequence's first record is its prompt. extra_hidden: final states [K, H] of the last
     token's extra rows, if the drafter has any. cache, slot: the engine's cache and the sequence's
     slot in it, for a drafter that reads the backbone's keys and values.
     """
@@ -46,7 +46,7 @@ class NewTokens:
         return self.start + len(self.tokens)
 
     def last(self, count: int) -> NewTokens:
-        """Returns the last `count` positions or fewer; tensors are copied, so those of a long prompt can be freed."""
+        """Returns at most the last `count` positions; tensors are copied, so a long prompt's tensors can be freed."""
         count = min(count, len(self.tokens))
         return replace(
             self,
@@ -56,7 +56,7 @@ class NewTokens:
         )
 
     def part(self, start: int, end: int) -> NewTokens:
-        """Returns positions start .. end - 1."""
+        """Returns the record of positions start .. end - 1."""
         first = start - self.start
         last = end - self.start
         root = self.root if end == self.end else int(self.tokens[last])
@@ -89,7 +89,7 @@ def with_last_layer(layers: Sequence[int]) -> tuple[int, ...]:
 def check_layers(layers: Sequence[int], depth: int, setting: str, *, repeats: bool = False) -> None:
     """Raises UsageError unless all layers are between 1 and depth - 1 and in ascending order.
 
-    setting: the name shown in the error. repeats: a layer may occur more than once.
+    setting: the name shown in the error. repeats: True if a layer may occur more than once.
     """
     rising = list(layers) == sorted(layers if repeats else set(layers))
     if not rising or not all(1 <= layer < depth for layer in layers):
@@ -103,11 +103,11 @@ class Batch:
 
     next: the token after each position. Head k (from 1) predicts next[p + k] if segment[p + k] == segment[p]. Positions
     in prompts have segment -1: they are visible but not trained on. sequence [P]: the conversation of each position,
-    for layers with a cache. If it is None, they see only the segment. trace, rows [P]: the pass over full sequences [B,
-    L], and the indices of the positions among its B * L, for a drafter that uses the verify pass.
+    for layers with a cache. Without it, these layers see only the segment. trace, rows [P]: for a drafter that uses the
+    verify pass, the pass over full sequences [B, L], and the indices of the P positions among its B * L positions.
 
-    segment, sequence and rows stay on the host. Tensors that follow from them are computed there and uploaded, so that
-    the host never waits for a GPU to know the size of a tensor.
+    segment, sequence and rows stay on the host. Tensors that depend on these are computed on the host and uploaded, so
+    that the host never waits for a GPU to know the size of a tensor.
     """
 
     hidden: Tensor
@@ -148,7 +148,7 @@ class Batch:
         return ends[ahead] == self.segment[self.learned_on_host]
 
     def ahead(self, heads: int) -> Tensor:
-        """Returns the positions 0 .. heads after each trained one [heads + 1, n]; the last replaces later ones.
+        """Returns the positions 0 .. heads after each trained position, [heads + 1, n], at most the batch's last one.
 
         Beyond the end of an answer there is no target, so any token may be read there.
         """
@@ -164,15 +164,15 @@ class Batch:
 class Drafter(nn.Module, ABC):
     """Drafts the next tokens of a backbone, which is always passed as an argument."""
 
-    taps: tuple[int, ...] = (-1,)  # the backbone's layers whose output it reads
+    taps: tuple[int, ...] = (-1,)  # the backbone's layers whose output the drafter reads
     uses_verify_pass: ClassVar[bool] = False  # drafts from extra rows of the previous verify pass
     reads_cache: ClassVar[bool] = False  # reads the backbone's own keys and values
-    prompt_tokens: int = 1  # the number of last tokens of a prompt that it reads
+    prompt_tokens: int = 1  # the number of a prompt's last tokens that the drafter reads
     num_heads: int
 
     @property
     def reads_every_step(self) -> bool:
-        """Returns True if it must read the states of all steps, and False if those of the last step suffice."""
+        """Returns True if the drafter must read the states of all steps, False if the last step's states suffice."""
         return False
 
     def first_input(self, prompt: NewTokens) -> NewTokens:

@@ -19,7 +19,7 @@ class Frontier:
 
     counts [B]: the number of nodes per sequence. parents [N]: the index of each node's parent among the
     nodes of the previous frontier; in the first frontier, the index of its sequence. ids [N]: the
-    tokens of the nodes. Both are tensors, or lists that are uploaded to `device` if they are needed there.
+    tokens of the nodes. parents and ids are tensors, or lists that are uploaded to `device` when needed.
     """
 
     counts: list[int]

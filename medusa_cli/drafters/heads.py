@@ -25,16 +25,13 @@ from medusa_cli.tree.tensors import TreeTensors
 if TYPE_CHECKING:
     from typing import Self
 
-# Tokens of a prompt that decoder layers read. With the default model's drafter, reading more tokens
+# A prompt's last tokens that decoder layers read. With the default model's drafter, reading more tokens
 # did not raise acceptance after 3,000 and 7,800 tokens. Drafters of other makers were not measured.
 PROMPT_TOKENS = 512
 
 
 def check_ranges(config: Any, **ranges: tuple[int, float]) -> None:
-    """Raises ValueError with the name of the field for a number outside its range.
-
-    A field may also be None.
-    """
+    """Raises ValueError, naming the field, if a number is outside its range; a field may also be None."""
     for name, (least, most) in ranges.items():
         value = getattr(config, name)
         if value is not None and not least <= value <= most:
@@ -75,13 +72,13 @@ class HeadsConfig:
 
 
 class HeadDrafter(Scoring):
-    """Has K heads that end in vocabulary matrices [M, H]: one per head, one for all, or the backbone's lm_head.
+    """Has K heads that end in vocabulary matrices [M, H]: one per head, one for all heads, or the backbone's lm_head.
 
     A subclass defines how the states are computed (`head_states`) and how a tree is drafted from them (`draft`).
     """
 
     name: ClassVar[str]
-    learning_rate: ClassVar[float] = 2e-3  # the peak, if a recipe does not set one
+    learning_rate: ClassVar[float] = 2e-3  # the peak learning rate, unless a recipe sets it
     # Default of train.regress in stage 1; None if the heads do not read earlier draft tokens.
     regress: ClassVar[float | None] = None
     soft: ClassVar[float | None] = None  # a fixed share of soft targets; None uses train.soft
@@ -89,7 +86,7 @@ class HeadDrafter(Scoring):
     config_class: ClassVar[type[HeadsConfig]] = HeadsConfig
     # Drafter keys of a recipe that only some drafters read.
     settings: ClassVar[tuple[str, ...]] = ("num_layers", "matrices")
-    # Only the vocabulary "own" has matrices for all tokens.
+    # The supported vocabularies. A kind without "own" has no vocabulary matrices.
     vocabularies: ClassVar[tuple[str, ...]] = ("draft", "own", "shared")
     reads_next: ClassVar[bool] = False  # rows of its decoder layers also read the next token
     drafts_in_graphs: ClassVar[bool] = False  # `fill` drafts within a CUDA graph
@@ -191,9 +188,9 @@ class HeadDrafter(Scoring):
         if not length or not self.sees_prompt:  # forks do not share caches
             self.caches = [LayerRows() for _ in self.decoder_layers]
             return length
-        # If the last row has read the token after it, it is dropped: that token may differ now.
+        # A last row that has read the token after it is dropped, since this token may differ now.
         end = min(cache.truncate(length - self.reads_next) for cache in self.caches)
-        for cache in self.caches:  # they may end at different positions
+        for cache in self.caches:  # caches may end at different positions
             cache.truncate(end)
         return end
 
@@ -232,7 +229,7 @@ class HeadDrafter(Scoring):
     # Files
 
     def for_files(self) -> Self:
-        """Returns the drafter whose weights are written to files, by default this one."""
+        """Returns the drafter whose weights are written to files, by default this drafter."""
         return self
 
     def named_weights(self) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from medusa_cli.engine.packed_drafter import PackedDrafter
 
-# Rows of the lm_head that are packed at a time, since all of them in fp32 take much memory.
+# Rows of the lm_head that are packed at a time, since all rows in fp32 would take much memory.
 ROWS_AT_ONCE = 1024
 
 
@@ -38,7 +38,7 @@ class Scoring(Drafter):
     matrices: nn.ParameterList  # one per head, one for all, or none if the lm_head scores
     conditional: TokenBias | None
     draft_ids: Tensor  # [M], token ids of the scores
-    # Keeps the packed copies of weights that are those of a folder's files.
+    # Keeps packed copies in files; None unless the weights are those of a folder's files.
     kept: PackedDrafter | None
     # Weight and bias of the lm_head for a draft vocabulary, for heads without matrices.
     _lm_head_rows: tuple[Tensor, Tensor | None] | None
@@ -85,7 +85,7 @@ class Scoring(Drafter):
     def factors(
         self, backbone: Backbone, head: int, states: Tensor, before: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the factors [n, ..] and [M, ..] of a head's scores. before [n]: the preceding tokens."""
+        """Returns the factors [n, ..] and [M, ..], whose product is a head's scores; before [n]: the tokens before."""
         matrix = self.matrix(backbone, head)
         if self.conditional is None:
             return states, matrix
@@ -113,7 +113,7 @@ class Scoring(Drafter):
         return self._packed[name]
 
     def _packing(self, part: str) -> AbstractContextManager[Any]:
-        """Returns a context whose function packs the matrices of a part; None for those that are not kept."""
+        """Returns a context with the function that packs a part's matrices, or with None if copies are not kept."""
         return nullcontext() if self.kept is None else self.kept.part(part)
 
     @property
@@ -156,7 +156,7 @@ class Scoring(Drafter):
         temperature: float | None,
         norm: nn.RMSNorm | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns what `best` does for the scores of states [N, H]. norm: is applied to the states first."""
+        """Returns the result of `best` for the scores of states [N, H]. norm: is applied to the states first."""
         scorer = self._scorer(backbone, head)
         if isinstance(scorer, NativeLinear):
             return scorer.guess(states, width, temperature, norm, self.draft_ids)

@@ -1,6 +1,6 @@
 """Drafting within a CUDA graph: trees, new tokens and drafter caches are tensors of fixed shapes.
 
-Nothing here reads the value of a tensor or derives a shape from one.
+Nothing here reads the value of a tensor on the host, or derives a shape from a value.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from medusa_cli.tree.tensors import TreeTensors
 class NewTensors:
     """Holds up to P tokens of each of B sequences that the drafter has not read.
 
-    hidden [B, P, H * taps]; following [B, P]: the token after each one, which is the root after the
-    last of `count` [B] tokens; start [B]: the position of the first token; held [B]: the number of
-    rows of each sequence in the caches of the layers; caches: one [2, B, heads, C, D] per layer.
+    hidden [B, P, H * taps]. following [B, P]: the token after each token. count [B]: the number of
+    tokens, the last of which is followed by the root. start [B]: the position of the first token.
+    held [B]: the number of a sequence's rows in the layers' caches. caches: one [2, B, heads, C, D]
+    per layer.
     """
 
     hidden: Tensor
@@ -35,13 +36,13 @@ class NewTensors:
     caches: Sequence[Tensor]
 
     def rows(self) -> SlotRows:
-        """Returns the tokens as rows for decoder layers; each row sees the earlier ones."""
+        """Returns the tokens as rows for decoder layers; each row sees itself and the earlier rows."""
         every = numbered(self.hidden.shape[1], self.hidden.device)
         tree_mask = (every <= every[:, None]).expand(len(self.hidden), -1, -1)
         return SlotRows(self.held, self.start[:, None] + every, tree_mask, empty=True)
 
     def nodes(self, trees: TreeTensors) -> SlotRows:
-        """Returns the nodes of the trees as rows after the new ones.
+        """Returns the nodes of the trees as rows after the new tokens' rows.
 
         Other nodes do not see the root's row: a layer that reads next tokens has already read the
         root.
@@ -52,7 +53,7 @@ class NewTensors:
 
     @cached_property
     def _ends(self) -> tuple[Tensor, Tensor]:
-        """Returns the number of rows [B] in the caches after the new ones, and the position [B, 1] of the last one."""
+        """Returns the number of rows [B] in the caches with the new rows, and the position [B, 1] of the last row."""
         return self.held + self.count, (self.start + self.count)[:, None] - 1
 
     def last(self, x: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ class LayerSlots:
 
 
 def fill_by_level(trees: TreeTensors, levels: int, guess: Guess) -> None:
-    """Drafts the nodes of trees whose tokens are not known, level by level; every level computes all nodes."""
+    """Drafts the tree nodes whose tokens are not known, level by level; every level computes all nodes."""
     size, count = trees.depth.shape
     sequences = numbered(size, trees.depth.device)
     frontier = Frontier([1] * size, sequences, trees.tokens[:, 0])
