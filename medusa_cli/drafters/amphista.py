@@ -32,8 +32,8 @@ class AmphistaConfig(HeadsConfig):
     """Adds Amphista's settings.
 
     attention_layers: the number of self-attention layers over the heads. 2 is the paper's alpha
-    variant (appendix A.2.3). context: the part that the adaptation layers see, the "conversation"
-    (section 3.1: positions 1 .. t - 1) or the "answer".
+    variant (appendix A.2.3). context: the part of a text that the adaptation layers see, the
+    "conversation" (section 3.1: positions 1 .. t - 1) or the "answer".
     """
 
     attention_layers: int = 1
@@ -63,7 +63,8 @@ class AdaptationLayer(nn.Module):
 class Amphista(HeadDrafter):
     """Holds Amphista's K heads (section 3).
 
-    The first half reads the state of the first adaptation layer, the second half that of the second.
+    The first half of the heads reads the state of the first adaptation layer, the second half that of
+    the second layer.
     """
 
     name = "amphista"

@@ -36,8 +36,8 @@ class AssistantConfig(HeadsConfig):
 class Assistant(TransformersDrafter):
     """Reads [embedding; state] of a node, attends to the text's keys and values, and computes the next state.
 
-    Its layers do not compute keys: a node sees the text directly, but its ancestors only through
-    the state. So all nodes are at the position of the root.
+    An assistant's layers do not compute keys: a node sees the text directly, but its ancestors only
+    through the state. All nodes therefore have the position of the root.
     """
 
     name = "assistant"
@@ -64,7 +64,7 @@ class Assistant(TransformersDrafter):
             )
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Returns the weights under the publisher's names; the lm_head is the embedding."""
+        """Returns the weights under the publisher's names, without the lm_head, which is the embedding."""
         named = {
             name.removeprefix("assistant."): weight
             for name, weight in self.state_dict(keep_vars=True).items()
@@ -87,7 +87,8 @@ class Assistant(TransformersDrafter):
         known = {kind: self._rows(backbone, kind, new, dtype) for kind in KINDS}
         window = network.config.get_text_config().sliding_window
         lengths = [tokens.end for tokens in new]
-        every = torch.zeros(1)  # not a number: layers with shared keys then keep all rows
+        # A tensor, not a number, makes layers with shared keys keep all rows.
+        every = torch.zeros(1)
 
         def guess(
             head: int, width: int, temperature: float | None, level: Frontier
@@ -114,7 +115,7 @@ class Assistant(TransformersDrafter):
     def _rows(
         self, backbone: Backbone, kind: str, new: Sequence[NewTokens], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values [1, heads, M, D] in the last layer of a kind, sequence after sequence."""
+        """Returns the keys and values [1, heads, M, D] of the last layer of a kind, sequence after sequence."""
         layer = last_layer(backbone.config, kind)
         rows = [tokens.cache.rows_of(layer, tokens.slot, tokens.end) for tokens in new]
         keys, values = (

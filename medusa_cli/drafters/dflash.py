@@ -20,7 +20,7 @@ from medusa_cli.model.grouped_attention import cache_name
 from medusa_cli.model.masks import additive
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
-# Blocks per pass in calibration, limited because its mask is dense.
+# The number of blocks per pass in calibration, which is limited because the pass has a dense mask.
 BLOCKS = 64
 
 
@@ -29,9 +29,9 @@ class DflashConfig(HeadsConfig):
     """Adds DFlash's settings.
 
     num_heads: the number of draft tokens on a path. conditional: the rank of DSpark's Markov head.
-    text: the config of its layers, in transformers' form. taps: for each state that is read, the
-    number of backbone layers below it. sample_from_anchor: slot k of the block drafts the token
-    after it, so the root's slot drafts, too. Otherwise, slot k drafts its own token.
+    text: the config of the drafter's layers, in transformers' form. taps: for each state that is
+    read, the number of backbone layers below it. sample_from_anchor: if True, slot k of the block
+    drafts the token after slot k, and the root's slot drafts, too. Otherwise, slot k drafts its own token.
     """
 
     text: dict[str, Any] = field(default_factory=dict)
@@ -79,8 +79,8 @@ class KnownRows:
 class Dflash(TransformersDrafter):
     """Drafts a block of slots, which see each other and the fused states of all tokens before the root.
 
-    The scores of a level do not depend on draft tokens, except for DSpark's bias from the parent.
-    So a tree costs no more than a chain.
+    The scores of a level do not depend on draft tokens, except for DSpark's bias from the parent. A
+    tree therefore costs no more than a chain.
     """
 
     name = "dflash"

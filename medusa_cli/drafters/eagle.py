@@ -30,7 +30,7 @@ from medusa_cli.tree.tensors import TreeTensors
 if TYPE_CHECKING:
     from typing import Self
 
-# Trained positions that attend to their conversation together.
+# The number of trained positions that attend together to their conversation.
 BLOCK = 64
 
 
@@ -38,10 +38,10 @@ BLOCK = 64
 class EagleConfig(HeadsConfig):
     """Adds EAGLE-3's settings. num_heads: the number of steps in its training-time test.
 
-    The other names are those in the configs of serving engines. taps: for each state that is read,
-    the number of backbone layers below it. Training also reads the state of the last layer.
-    norm_before_residual: the layer adds to its normalized input. norm_before_fc: the states are
-    normalized before they are fused.
+    The other fields have their names in the configs of serving engines. taps: for each state that is
+    read, the number of backbone layers below it. Training also reads the state of the last layer.
+    norm_before_residual: True if attention is added to the layer's normalized input. norm_before_fc:
+    True if the states are normalized before they are fused.
     """
 
     taps: tuple[int, ...] = ()
@@ -60,10 +60,10 @@ def widest(size: int | Sequence[int]) -> int:
 
 
 class LayerDrafter(HeadDrafter):
-    """Runs one decoder layer repeatedly: head k is its state after k draft tokens, which scores the next token.
+    """Runs one decoder layer repeatedly: head k scores the next token by the layer's state after k draft tokens.
 
-    The layer sees the conversation from its first token. It sees the true rows and, in a draft, the
-    rows of a node's ancestors.
+    A row sees the true rows from the conversation's first token on and, in a draft, the rows of its
+    node's ancestors.
     """
 
     reads_next = sees_prompt = True
@@ -120,7 +120,7 @@ class LayerDrafter(HeadDrafter):
                 caches,
                 starts=[tokens.end for tokens in new],
             )
-        # For each node, which of the tree's rows are its ancestors.
+        # For each node: the rows of the tree that are its ancestors.
         ancestors = [torch.zeros(1, 0, dtype=torch.bool, device=states.device) for _ in new]
 
         def guess(
@@ -204,16 +204,16 @@ class Eagle(LayerDrafter):
         )
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         nn.init.zeros_(self.fc.weight)
-        identity_(self.fc.weight[:, -size:])  # a fresh one passes the highest layer's state through
+        identity_(self.fc.weight[:, -size:])  # a fresh drafter passes the highest layer's state on
         self.truncate(0)
 
     @classmethod
     def create(cls, backbone: Backbone, *settings: Any, **named: Any) -> Eagle:
-        # All steps run the same layer, so a matrix for each is one.
+        # All steps run the same layer, so a matrix for "each" head is a single matrix.
         named["matrices"] = "none" if named.get("matrices") == "none" else "one"
         drafter = super().create(backbone, *settings, **named)
-        # The matrix is the lm_head or starts as a copy of it, so its input is normalized like that
-        # of the lm_head.
+        # The matrix is the lm_head or starts as its copy, so the matrix's input is normalized like
+        # the lm_head's input.
         gain = backbone.engine.final_gain()
         if gain is not None:
             drafter.norm.weight.data.copy_(gain)
@@ -223,7 +223,7 @@ class Eagle(LayerDrafter):
     def fields_of_model(cls, backbone: Backbone, num_heads: int) -> dict[str, Any]:
         config = backbone.config
         size = backbone.hidden_size
-        # Pure Mamba has none.
+        # Pure Mamba has no attention heads.
         heads = getattr(config, "num_attention_heads", None) or max(1, size // 64)
         return {
             "num_layers": 1,
@@ -267,7 +267,7 @@ class Eagle(LayerDrafter):
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
         """Drafts level by level; each level computes all nodes.
 
-        The states of a node are right once those of its parent are.
+        A node's states are right once the states of its parent are right.
         """
         layer = self.midlayer
         (cached,) = new.caches
@@ -295,7 +295,7 @@ class Eagle(LayerDrafter):
         fill_by_level(trees, self.num_heads, guess)
 
     def _lower(self, hidden: Tensor) -> Tensor:
-        """Returns the leveled states to fuse, without those of the last layer."""
+        """Returns the leveled states to fuse, without the last layer's states."""
         levels = self.levels
         return self._fused(hidden).to(levels.dtype) * levels
 
@@ -308,8 +308,8 @@ class Eagle(LayerDrafter):
     def level(self, hidden: Tensor) -> None:
         """Divides each tap by its root mean square over states [n, H * taps] from answers.
 
-        Raw states differ tenfold in size, and training would need thousands of steps to compensate
-        for it.
+        Raw states of the taps differ tenfold in size, and training would need thousands of steps to
+        compensate for this difference.
         """
         size = self.config.hidden_size
         squares = self._fused(hidden).float().square().unflatten(-1, (-1, size)).mean((0, 2))
@@ -343,14 +343,14 @@ class Eagle(LayerDrafter):
 def default_taps(depth: int) -> tuple[int, ...]:
     """Returns a low, a middle and a high layer of a model, as in EAGLE-3.
 
-    A shallow model gets its last layers below the top one, at most three.
+    For a shallow model, returns its last layers below the top layer, at most three.
     """
     taps = (2, depth // 2, depth - 3)
     return taps if taps == tuple(sorted(set(taps))) else tuple(range(1, depth))[-3:]
 
 
 def _extend_ancestor_masks(ancestors: Sequence[Tensor], level: Frontier) -> list[Tensor]:
-    """Returns the mask of each node in a level: its parent's mask and the node itself."""
+    """Returns the masks of a level's nodes by sequence: each node sees what its parent sees, and itself."""
     masks = []
     start = 0
     for own, parent_rows in zip(ancestors, level.parent_rows.split(level.counts), strict=True):
@@ -366,10 +366,10 @@ def training_time_test(
     """Yields the states [n, H] of steps 1, 2 and so on at the n trained positions (training-time test).
 
     states, embedded [P, H]: the fused states and the embeddings of the next tokens. Step 1 reads
-    the true states at positions 0 .. p. Step k stands for level k of a draft made after position p.
-    It is at position p + k - 1 and reads the previous step's state and the true token there. It
-    sees the true rows 0 .. p and its own rows of steps 2 .. k, but no row of another position's
-    draft.
+    the true states at positions 0 .. p. Step k stands for level k of a draft made after position p:
+    its row is at position p + k - 1, and reads the previous step's state and the true embedding at
+    that position. The row sees the true rows 0 .. p and this draft's rows of steps 2 .. k, but no row
+    of another position's draft.
     """
     device = states.device
     learned = batch.learned

@@ -35,10 +35,10 @@ class FirpConfig(HeadsConfig):
 class Firp(HeadDrafter):
     """Holds K linear maps (section 3.2).
 
-    The map of head k turns the state of layer t_k at position p into its state at position p + k. This pseudo state
-    passes through the layers above. There it sees the context, itself and the pseudo states of earlier heads. The
-    backbone's norm and lm_head follow. In training it sees the same, so training and drafting agree. In the paper,
-    training instead shows it the true states of the tokens in between.
+    The map of head k turns the state of layer t_k at position p into a pseudo state of this layer at position p + k.
+    The pseudo state passes through the layers above, where it sees the context, itself and the pseudo states of earlier
+    heads. The backbone's norm and lm_head follow. A pseudo state sees the same in training as in drafting. In the
+    paper, it sees in training the true states of the tokens in between instead.
     """
 
     name = "firp"
@@ -46,7 +46,7 @@ class Firp(HeadDrafter):
     settings = ("layers", "conditional")
     vocabularies = ("draft", "shared")
     uses_verify_pass = True
-    learning_rate = 1e-2  # the maps start as the identity and have far to go
+    learning_rate = 1e-2  # high, as the maps start as the identity, far from trained maps
     # With only soft targets, the loss is the KL divergence of equation 4, up to the entropy of the
     # targets.
     soft = 1.0
@@ -136,7 +136,7 @@ def spread(heads: int, depth: int) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def check_extra_rows(backbone: Backbone) -> None:
-    """Raises UserError unless a pass with extra rows gives the same logits as one without, up to rounding.
+    """Raises UserError unless a pass with extra rows gives the same logits as a pass without, up to rounding.
 
     Some networks scale or shift states outside their layers, which a layer-by-layer pass misses.
     """
@@ -147,7 +147,7 @@ def check_extra_rows(backbone: Backbone) -> None:
     for extra in (None, extra_rows):
         out = engine.forward(Plan.chain(tokens, logits="all", extra_rows=extra), engine.new_cache())
         assert out.logits is not None
-        logits.append(out.logits[0].clone())  # the next pass may overwrite them
+        logits.append(out.logits[0].clone())  # the next pass may overwrite the logits
     error = difference(logits[1], logits[0])
     tolerance = 1e-3 if engine.dtype == torch.float32 else 0.25
     if error > tolerance and not quantization_of(backbone.model.config):

@@ -1,4 +1,4 @@
-"""Hydra heads: head k also reads the draft tokens before its own."""
+"""Hydra heads, each of which also reads the draft tokens of earlier heads."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class HydraConfig(HeadsConfig):
     """Adds Hydra's settings.
 
     prefix_layers: the number of causal decoder layers between the accepted states and the heads. 0 is Hydra, 1 is
-    Hydra++. context: the part that these layers see, the "conversation" or only the "answer". raw: embeddings without
-    normalization, and a bias in the linear path of each head's input, as in the authors' code.
+    Hydra++. context: the part of a text that these layers see, the "conversation" or only the "answer". raw: True for
+    embeddings without normalization and a bias in the linear path of each head's input, as in the authors' code.
     """
 
     prefix_layers: int = 0
@@ -63,7 +63,7 @@ class HydraHead(nn.Module):
 class HydraHeads(HeadDrafter):
     """Holds K sequentially dependent heads (Hydra, section 3).
 
-    With prefix layers before the heads, it is Hydra++ (section 4).
+    With prefix layers before the heads, the drafter is Hydra++ (section 4).
     """
 
     name = "hydra"
@@ -128,7 +128,7 @@ class HydraHeads(HeadDrafter):
     def read(
         self, backbone: Backbone, sequences: Sequence[HydraHeads], new: Sequence[NewTokens]
     ) -> Tensor:
-        """Returns the states [B, H] that the heads start from."""
+        """Adds the new tokens to the caches; returns the states [B, H] from which the heads start."""
         if not self.prefix:
             return torch.cat([tokens.hidden[-1:] for tokens in new]).to(self.dtype)
         x = torch.cat([tokens.hidden for tokens in new]).to(self.dtype)

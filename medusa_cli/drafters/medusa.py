@@ -19,7 +19,7 @@ from medusa_cli.tree.tensors import TreeTensors
 
 
 class MedusaHeads(HeadDrafter):
-    """Holds K heads of L residual blocks; head k drafts the token k places after the next one (section 3.1.1)."""
+    """Holds K heads of L residual blocks; head k drafts the token k places after the next token (section 3.1.1)."""
 
     name = "medusa"
     drafts_in_graphs = True
@@ -63,7 +63,7 @@ class MedusaHeads(HeadDrafter):
     def named_weights(self) -> dict[str, Tensor]:
         """Returns the weights under the names that serving engines expect.
 
-        They are "{k}.{layer}.linear.weight" and ".bias", and "{k}.{L}.weight" for the vocabulary matrix.
+        The names are "{k}.{layer}.linear.weight" and ".bias", and "{k}.{L}.weight" for the vocabulary matrix.
         """
         weights: dict[str, Tensor] = {}
         for name, weight in self.named_parameters():

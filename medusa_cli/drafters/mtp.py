@@ -32,7 +32,7 @@ from medusa_cli.model.grouped_attention import cache_name
 from medusa_cli.model.masks import additive
 from medusa_cli.model.weights import GgufWeights
 
-# Model types that transformers does not support, and the types with the same layers.
+# Model types that transformers does not support, mapped to types with the same layers.
 ALIKE = {"mimo": "qwen2"}
 # Fields of a model's config that are set differently for the few layers of a drafter.
 GIVEN = ("model_type", "layer_types", "num_hidden_layers")
@@ -44,9 +44,9 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 class MtpConfig(HeadsConfig):
     """Adds MTP's settings.
 
-    num_heads: the number of draft tokens on a path; the one layer runs again for each. text: the
-    model's config for one layer, in transformers' form. state_first: the projection reads [state;
-    embedding]. raw_state: it reads the state before the model's last norm.
+    num_heads: the number of draft tokens on a path; the single layer runs once for each. text: the
+    model's config for one layer, in transformers' form. state_first: True if the projection reads
+    [state; embedding]. raw_state: True if it reads the state before the model's final norm.
     """
 
     text: dict[str, Any] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class MtpLayer(nn.Module):
 
 
 class CachedRows:
-    """Provides a layer with the rows of B sequences, one after another, and stores new rows in their caches."""
+    """Provides a layer with the rows of B sequences, one after another, and stores new rows in the caches."""
 
     def __init__(self, caches: Sequence[LayerRows], positions: Sequence[Sequence[int]]) -> None:
         self._caches = caches
@@ -157,7 +157,7 @@ class Mtp(TransformersDrafter, LayerDrafter):
     """
 
     name = NAME
-    learning_rate = 1e-4  # it is already trained
+    learning_rate = 1e-4  # the layer is already trained
     regress = 0.0
     config_class = MtpConfig
     settings = ()
@@ -202,7 +202,7 @@ class Mtp(TransformersDrafter, LayerDrafter):
     def enter(self, backbone: Backbone, hidden: Tensor) -> Tensor:
         states = hidden.to(self.dtype)
         gain = backbone.engine.final_gain() if self.config.raw_state else None
-        # The following norm cancels the scale, but not the gain of the model's last norm.
+        # The following norm cancels the scale, but not the gain of the model's final norm.
         return states if gain is None else states / gain.to(states)
 
     def extend(
@@ -258,7 +258,7 @@ class Mtp(TransformersDrafter, LayerDrafter):
 def as_ported(drafter: Mtp, batch: Batch) -> dict[str, tuple[Mtp, Batch]]:
     """Returns the drafter and the batch for alternative readings of the checkpoint, keyed by the change.
 
-    Each one contains a single error that ports of MTP layers have made.
+    Each reading contains a single error that ports of MTP layers have made.
     """
     raw = "after" if drafter.config.raw_state else "before"
     other_state, other_order, other_norms = (_copy(drafter) for _ in range(3))
@@ -381,7 +381,7 @@ def gguf_tensors(model: ModelSource, layout: Layout) -> dict[str, Tensor]:
 
 
 def with_joined_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a layer's tensors with those of the experts joined, as in transformers' layers.
+    """Returns a layer's tensors, with the experts' tensors joined as in transformers' layers.
 
     gate and up [I, H] become gate_up_proj [E, 2 I, H], and down [H, I] becomes down_proj [E, H, I].
     """
