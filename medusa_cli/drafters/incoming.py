@@ -1,4 +1,4 @@
-"""Import of drafters that other tools trained: detects a checkpoint's layout and checks every tensor."""
+"""The import of other tools' drafters, which detects a checkpoint's layout and checks every tensor."""
 
 import pickle
 import re
@@ -28,7 +28,7 @@ from medusa_cli.files.safetensors_files import FLOATS, INTEGERS, read_weights
 from medusa_cli.runs.run import few_positions, verifier_of
 
 SUFFIXES = (".safetensors", ".pt", ".bin")
-# Names of weight files, with the safe format of each one first.
+# Names of weight files; for each name, the safe format comes first.
 HEAD_FILES = [f"{name}{end}" for name in ("medusa_lm_head", "hydra_lm_head") for end in SUFFIXES]
 FILES = HEAD_FILES + [f"{name}{end}" for name in ("model", "pytorch_model") for end in SUFFIXES]
 INDEX = WEIGHTS[1]
@@ -54,7 +54,7 @@ class Incoming:
     """Holds a checkpoint's drafter in the form in which it runs here.
 
     kind, config: the class and its config. settings: the config in the form of config.json.
-    tensors: under our names. format: the layout of the checkpoint. notes: what was changed.
+    tensors: the tensors by our names. format: the layout of the checkpoint. notes: texts on changes.
     """
 
     format: str
@@ -132,7 +132,7 @@ class Checkpoint:
 
 
 def _count_notes(config: dict[str, Any], heads: int) -> list[str]:
-    """Returns a note if a config states fewer heads than the file holds; raises UserError if it states more."""
+    """Returns a note if a config states fewer heads than the file holds; raises UserError if the config states more."""
     stated = next((config[key] for key in COUNTS if isinstance(config.get(key), int)), heads)
     if stated > heads:
         fault = f"config.json counts {stated} heads, the file holds {heads}"
@@ -170,7 +170,7 @@ def _fetch(place: str) -> tuple[Path, list[Path], dict[str, str]]:
             raise UserError(fault, "give a folder, a file of weights, or a hub id OWNER/NAME")
         patterns = ["config.json", INDEX, "model-*.safetensors", *FILES]
         folder = hub_folder(place, patterns, "PATH|ID")
-    # An index beside heads may be that of a whole model.
+    # An index next to files of heads may belong to a whole model.
     if (folder / INDEX).is_file() and not any((folder / name).is_file() for name in HEAD_FILES):
         index = read_as(folder / INDEX, Shards, "the index", AGAIN).weight_map
         for name in set(index.values()):
@@ -222,7 +222,7 @@ def _format(tensors: dict[str, Tensor], config: dict[str, Any], place: str) -> s
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of a .safetensors file, or of a torch file (.pt, .bin) without executing its pickle.
 
-    Raises UserError for a file that is neither, or that holds more than tensors.
+    Raises UserError for any other file, and for a file that holds more than tensors.
     """
     if path.suffix == ".safetensors":
         fault = fault_of(path) if path.is_file() else None
@@ -239,7 +239,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         ) from reason
     except UserError:
         raise
-    except Exception as reason:  # damaged files raise a dozen types
+    except Exception as reason:  # damaged files raise errors of a dozen types
         raise UserError(
             f"{path} is not a complete torch file: {first_line(reason)}", "fetch it again"
         ) from reason

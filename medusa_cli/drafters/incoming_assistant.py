@@ -15,7 +15,7 @@ CLUSTERS = "masked_embedding."
 def read_assistant(
     tensors: dict[str, Tensor], config: dict[str, Any], model: Any
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """Reads an assistant; returns settings, tensors and notes. Raises UserError if it is for another model."""
+    """Reads an assistant; returns settings, tensors and notes. Raises UserError for an assistant of another model."""
     size = config.get("backbone_hidden_size")
     tokens = nested(config.get("text_config")).get("vocab_size", model.vocab_size)
     if size != model.hidden_size or tokens != model.vocab_size:

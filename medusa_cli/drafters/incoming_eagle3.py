@@ -12,8 +12,8 @@ from medusa_cli.files.io import convert, nested
 
 DEFAULT_METHOD = "default_proposal_method"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-# Number of draft tokens if a checkpoint does not state how many it was trained for. This is
-# SpecForge's default.
+# The number of draft tokens if a checkpoint does not state for how many it was trained: SpecForge's
+# default.
 LEVELS = 7
 AGAIN = "download the checkpoint again"
 # Supported variants of the norms.
@@ -44,8 +44,8 @@ def read_eagle3(
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
     """Reads an EAGLE-3 folder; returns settings, tensors and notes.
 
-    Shared key and value heads are copied to every query head. Raises UserError for unsupported
-    variants of the layer, and for impossible maps and widths.
+    Key and value heads that several query heads share are copied, one for each query head. Raises
+    UserError for unsupported variants of the layer, and for impossible maps and widths.
     """
     plain = flat(config)
     variants = [key for key in (*VARIANTS, "rope_scaling") if plain.get(key)]

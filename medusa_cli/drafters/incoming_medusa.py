@@ -35,7 +35,7 @@ def read_medusa(
     if not config.get("medusa_fc_bias") and not any(
         name.endswith(".linear.bias") for name in tensors
     ):
-        notes.append("its layers have no biases")  # vLLM's form; zeros replace them
+        notes.append("its layers have no biases")  # vLLM's form; zeros replace the biases
         for key in keys:
             weight = tensors[key[0]]
             tensors[f"{key[1]}.{key[2]}.linear.bias"] = weight.new_zeros(weight.shape[:1])

@@ -59,7 +59,7 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
     backbone_file = backbone.engine.packed_path
     kept = None if backbone_file is None else PackedDrafter.of(folder, backbone_file)
     drafter = load_incoming(folder, backbone) if foreign else _load_own(folder, backbone)
-    # An MTP layer may lie in another model's files.
+    # The weights of an MTP layer may be in the files of another model.
     if foreign or (folder / drafter.weights_file).is_file():
         drafter.kept = kept
     return drafter
@@ -157,7 +157,7 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
 def save_drafter(
     drafter: HeadDrafter, folder: Path, provenance: dict[str, Any], int8: bool = False
 ) -> None:
-    """Writes config.json and the weights: in bf16, or with matrices in int8, as used for drafting on CPUs."""
+    """Writes config.json and the weights in bf16; with `int8`, matrices are rounded to int8."""
     folder.mkdir(parents=True, exist_ok=True)
     weights: dict[str, Tensor] = {}
     for name, parameter in drafter.for_files().named_weights().items():

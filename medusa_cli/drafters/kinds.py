@@ -32,9 +32,9 @@ DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in KINDS}
 
 
 class Uninitialized(TorchFunctionMode):
-    """Leaves the weights of new layers uninitialized, which torch.nn.init would draw.
+    """Makes the functions of torch.nn.init do nothing, so that the weights of new layers stay uninitialized.
 
-    On the meta device, some of its functions import torch's compiler, which takes over a second.
+    On the meta device, some of these functions import torch's compiler, which takes over a second.
     """
 
     def __torch_function__(
