@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
-# Caches hold a multiple of this many rows; the native library needs one of 16.
+# Caches hold a multiple of this many rows; the native library needs a multiple of 16.
 ROWS = 64
 
 
@@ -65,7 +65,7 @@ class LayerRows:
         self._halves = rows.unbind()
 
     def truncate(self, position: int) -> int:
-        """Forgets the rows from a position on; returns the position after the last row that is left."""
+        """Forgets the rows from a position on; returns the position after the last remaining row."""
         self.length = bisect_left(self._positions, position)
         del self._positions[self.length :]
         return self._positions[-1] + 1 if self._positions else 0
@@ -77,5 +77,5 @@ def whole_blocks(rows: int) -> int:
 
 
 def whole_mask(mask: Tensor, rows: int) -> Tensor:
-    """Returns which of all rows [n, rows] the newest ones see, given a mask [n, m] over the last m rows."""
+    """Returns the mask [n, rows] of new rows over all rows, given their mask [n, m] over the last m rows."""
     return F.pad(mask, (rows - mask.shape[1], 0), value=True)

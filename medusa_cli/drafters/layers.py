@@ -16,11 +16,11 @@ from medusa_cli.drafters.layer_rows import LayerRows, whole_mask
 from medusa_cli.engine.attention import behind, columns_read, reads_by_length, visible_behind
 from medusa_cli.model.masks import additive
 
-# When drafting, the bias is added only to this many of a head's best guesses, because others rarely
-# become the best.
+# When drafting, the bias is added only to this many of a head's best guesses, because other guesses
+# rarely become the best.
 CANDIDATES = 128
-# Attention score of a row to itself in a fresh layer. Scores to other tokens are around 0, with a
-# standard deviation of 1.
+# The attention score of a row to itself in a fresh layer. Scores to other tokens are around 0, with
+# a standard deviation of 1.
 OWN_SCORE = 12.0
 
 
@@ -58,7 +58,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Any = None) -> Tensor:
     Without a mask, each row sees itself and the rows before it.
     """
     if mask is None and q.shape[1] > 1:
-        # Imports torch._dynamo, which takes half a second.
+        # This import loads torch._dynamo, which takes half a second.
         from torch.nn.attention.bias import causal_lower_right
 
         mask = causal_lower_right(q.shape[1], keys.shape[1])
@@ -68,8 +68,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Any = None) -> Tensor:
 class SlotRows:
     """Holds R rows for each of B slots, after the `lengths` [B] rows that are already there; positions [B, R].
 
-    tree_mask bool [B, R, R]: which of these rows see each other. empty: a slot may have no rows yet;
-    then all rows see the first one.
+    tree_mask bool [B, R, R]: which of these rows see each other. empty: True if a slot may have no
+    rows yet; in such a slot, all rows see the first row.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class SlotRows:
 
 
 def without_first_column(tree_mask: Tensor) -> Tensor:
-    """Returns the mask [R, R] of the first row, and of all columns but the first, for a tree's mask [B, R, R]."""
+    """Returns a mask [R, R] for a tree's mask [B, R, R]: True in the first row, and in all columns but the first."""
     return _without_first_column(tree_mask.shape[-1], tree_mask.device)
 
 
@@ -220,8 +220,8 @@ class DecoderLayer(SelfAttention):
     def _start_at_own_token(self, hidden_size: int) -> None:
         """Makes each row of a fresh layer attend to itself: queries and keys start as the same random projection.
 
-        The embedding reaches a state only through attention, and uniform attention would mix it
-        with those of all earlier tokens.
+        A token's embedding reaches a state only through attention, and uniform attention would mix the
+        embeddings of all earlier tokens.
         """
         q, k = (self.self_attn.get_parameter(f"{name}.weight") for name in ("q_proj", "k_proj"))
         nn.init.zeros_(q)
@@ -298,11 +298,11 @@ class DecoderLayer(SelfAttention):
         masks: Sequence[Tensor] | None = None,
         last: bool = False,
     ) -> Tensor:
-        """Adds rows x [n, H] of B sequences, one after another, to their caches.
+        """Adds rows x [n, H] of B sequences, one after another, to the sequences' caches.
 
-        Returns the layer's output [n, H]. positions: those of each sequence's rows. masks: for each sequence, which of
-        its last rows [n_i, m_i >= n_i] the new rows see; they see all rows before those. By default, a row sees itself
-        and all rows before it. last: returns only the last row of each sequence [B, H], without masks.
+        Returns the layer's output [n, H]. positions: the positions of each sequence's rows. masks: for each sequence, a
+        mask [n_i, m_i] of its new rows over its last m_i >= n_i rows; all earlier rows are seen. By default, a row sees
+        itself and all rows before it. last: returns only the last row of each sequence [B, H], without masks.
         """
         counts = [len(own) for own in positions]
         flat = upload([position for own in positions for position in own], x.device)
@@ -344,7 +344,7 @@ def repeated(x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Normalizes x in the dtype of the weight: under autocast, the dtypes differ and torch warns."""
+    """Normalizes x in the dtype of the weight, because under autocast the dtypes differ, and torch would warn."""
     return norm(x.to(norm.weight.dtype))
 
 
@@ -359,7 +359,7 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 @cache
 @torch.inference_mode(False)
 def _rates(half: int, theta: float, device: torch.device) -> Tensor:
-    """Returns the angle per position of each element, [2 * half]; those of the first half are negated."""
+    """Returns the angle per position of each element, [2 * half]; the angles of the first half are negated."""
     rates = theta ** (-torch.arange(0, 2 * half, 2, device=device).float() / (2 * half))
     return torch.cat([-rates, rates])
 
@@ -367,9 +367,9 @@ def _rates(half: int, theta: float, device: torch.device) -> Tensor:
 class Padding:
     """Converts between packed rows [P] of consecutive segments and padded sequences [S, L].
 
-    segment, numbers [P]: the segment of each row and its number among the segments, on the host, where
-    shapes are known without a wait. sequence, position [P]: this number, and the row's position in
-    its segment, on the device.
+    segment, numbers [P]: the segment of each row, and its number among the segments. Both are on the
+    host, so that shapes are known without a wait. sequence, position [P]: the same numbers, and the
+    row's position in its segment, on the device.
     """
 
     def __init__(self, segment: Tensor, device: torch.device) -> None:
@@ -393,7 +393,7 @@ class Padding:
 class TokenBias(nn.Module):
     """Adds after @ before[token] to the scores [M] of any head; a fresh bias adds nothing.
 
-    before [V, r]: for the token drafted one place earlier. after [M, r]: for the guesses. All heads share one pair.
+    before [V, r]: for the token drafted one place earlier. after [M, r]: for the guesses. All heads share both.
     """
 
     def __init__(self, tokens: int, guesses: int, rank: int) -> None:
@@ -412,7 +412,7 @@ class TokenBias(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Returns the log confidences and indices [N, width] of the best guesses after the tokens of B sequences.
 
-        scores [B, M] do not include the bias. Guesses outside the CANDIDATES best keep their scores.
+        scores [B, M] do not include the bias, which is added only to the scores of the CANDIDATES best guesses.
         """
         best = scores.topk(min(max(CANDIDATES, width), scores.shape[-1]), dim=-1)
         pairs = zip(tokens, best.indices, strict=True)
