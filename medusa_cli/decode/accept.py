@@ -1,4 +1,4 @@
-"""Acceptance of draft tokens: by comparison with the model's choices, or typical acceptance."""
+"""Acceptance of draft tokens, either by comparison with the model's choices or by typical acceptance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from medusa_cli.device import numbered
 from medusa_cli.tree import Draft
 from medusa_cli.tree.tree import PADDING, ROOT_PARENT
 
-# The accepted nodes, starting at the root, and the bonus token that the model adds after them.
+# The accepted nodes from the root on, and the bonus token that the model adds after the last node.
 Path = tuple[list[int], int]
 
 
@@ -24,8 +24,8 @@ def accept(
 ) -> list[Path]:
     """Returns the accepted path of each draft, given the model's logits [B, N, V] after each node.
 
-    Padding rows are not read. likeliest: the tokens [B, N] with the largest logits, if they are known. Logits
-    processors run only on the visited nodes, in order, so they see the same text as without drafts.
+    Logits of padding nodes are not read. likeliest [B, N]: the token with the largest logit after each node, if known.
+    Logits processors run only on visited nodes, from the root down, so they see the same text as without drafts.
     """
     fast = any(sampler.greedy and sampler.processors is None for sampler in samplers)
     best: list[list[int]] = []
@@ -44,10 +44,14 @@ def accept(
 
 
 def _chosen(scores: Tensor, draft: Draft, sampler: Sampler) -> Path:
-    """Follows the sampler's choices; plain decoding makes the same choices from the same random numbers."""
-    if sampler.processors is not None or scores.device.type == "cpu":  # few nodes are visited
+    """Returns the path of the tokens that the sampler chooses.
+
+    Plain decoding chooses the same tokens, because it draws them with the same random numbers.
+    """
+    # Only a few nodes are visited, so each token is chosen when the walk reaches its node.
+    if sampler.processors is not None or scores.device.type == "cpu":
         return _follow(draft, lambda node: sampler.choose(scores[node]))
-    # Each read of a value waits for the device, so the tokens of all nodes are drawn at once.
+    # On a GPU, each read of a value waits for the device, so the tokens of all nodes are drawn at once.
     uniforms = sampler.peek_uniforms(draft.tree.max_depth + 1)
     tokens = sampler.sample(scores, [uniforms[depth] for depth in draft.tree.depths])
     path = _follow(draft, tokens.__getitem__)
@@ -56,7 +60,7 @@ def _chosen(scores: Tensor, draft: Draft, sampler: Sampler) -> Path:
 
 
 def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
-    """Walks from the root to the child that holds the token chosen after its parent, as long as there is one."""
+    """Returns the path on which each node holds the token chosen after its parent, and the bonus token."""
     tokens = draft.ids
     children = draft.tree.children
     path = [0]
@@ -71,18 +75,18 @@ def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
 def longest_path(
     chosen: Tensor, tokens: Tensor, depth: Tensor, parents: Tensor, tree_mask: Tensor, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Follows the tokens [B, N] chosen after each node of B trees, without reading a value from the device.
+    """Returns the accepted paths of B trees without reading a value from the device, so that CUDA graphs can run it.
 
-    It serves CUDA graphs. Its counterpart on the host is `accept`, which also runs logits processors and, on a CPU,
-    draws only at the nodes that it visits. tokens, depth, parents [B, N] and tree_mask [B, N, N] describe the trees.
-    Paths have at most `length` nodes. Returns the results [B, 2 + 2 P], which are the number of accepted nodes, the
-    bonus token, the path in order and its tokens, and a mask of the path [B, N].
+    On the host, `accept` does this; it also runs logits processors and, on a CPU, draws only at visited nodes. chosen
+    [B, N]: the token chosen after each node. tokens, depth, parents [B, N] and tree_mask [B, N, N] describe the trees.
+    length: P, the maximum number of nodes of a path. The first result [B, 2 + 2 P] holds the number of accepted nodes,
+    the bonus token, the path's nodes in order and their tokens. The second result is a mask [B, N] of the path's nodes.
     """
     nodes = numbered(tokens.shape[1], tokens.device)
     steps = numbered(length, tokens.device)
     matches = (chosen.gather(1, parents.clamp(min=0)) == tokens) | (parents == ROOT_PARENT)
-    # Accepted nodes match, and so do all their ancestors. The deepest one wins, or the first of
-    # several.
+    # A node is accepted if it and all its ancestors match. The path ends at the deepest accepted
+    # node; of several equally deep nodes, at the first.
     accepted = (matches[:, None] | ~tree_mask).all(-1) & (parents != PADDING)
     worth = depth * len(nodes) + (len(nodes) - 1 - nodes)
     last = worth.masked_fill(~accepted, -1).argmax(-1, keepdim=True)  # [B, 1]
@@ -90,7 +94,7 @@ def longest_path(
     number = on_path.cumsum(1) - 1
     here = on_path[:, None] & (number[:, None] == steps[:, None])  # [B, P, N]
     count = depth.gather(1, last) + 1
-    # Beyond the end of a path, every row keeps its place.
+    # Beyond the end of a path, each entry is its own index, so that the cache row stays in place.
     path = torch.where(steps < count, here.long().argmax(-1), steps)
     results = [count, chosen.gather(1, last), path, tokens.gather(1, path)]
     return torch.cat(results, dim=1), on_path
@@ -99,7 +103,8 @@ def longest_path(
 def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
     """Returns the longest path whose tokens all have p > min(epsilon, delta * exp(-H)) (Medusa, section 3.3.1).
 
-    Among equally long paths, the most likely one wins. The bonus token is the model's most likely token.
+    H is the entropy after the token's parent. Among equally long paths, the most likely is returned. The bonus token is
+    the model's most likely token.
     """
     sampling = sampler.sampling
     processors = sampler.processors
@@ -110,7 +115,7 @@ def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
         return rows if processors is None else processors.along(draft, nodes, rows)
 
     best = 0
-    totals = {0: 0.0}  # log-probabilities of the plausible paths, by their last nodes
+    totals = {0: 0.0}  # log probabilities of the plausible paths, by last node
     level = [0]
     # Entropies over a large vocabulary are expensive, so only those after plausible paths are computed.
     while parents := [node for node in level if tree.children[node]]:

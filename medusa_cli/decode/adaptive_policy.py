@@ -18,53 +18,58 @@ from medusa_cli.decode.step_costs import BatchCosts, StepCosts
 from medusa_cli.tree import DynamicTree, Prices, Tree
 from medusa_cli.tree.search import SizedTree, StepTimes
 
-# The policy switches to another tree if that promises this many times the tokens per second.
+# The policy switches to another tree if that tree promises more than this many times the tokens per
+# second of the current tree.
 MARGIN = 1.03
-# It drafts only if a tree promises this many times the tokens per second of plain decoding.
+# The policy keeps drafting only if a tree promises this many times the tokens per second of plain
+# decoding.
 MIN_GAIN = 1.02
-# A batch begins to draft only if a tree promises this share more for each sequence, because the
-# drafter must then read the prompts, and the ends of the texts that it has missed.
+# A batch begins to draft only if a tree promises a gain over plain decoding of this share per
+# sequence, because the drafter must first read the prompts and the texts' ends that it has missed.
 GAIN_PER_SEQUENCE = 0.02
 # The minimum number of plain steps before a trial of a tree.
 RETRY_STEPS = 12
 # A trial ends after this many steps without accepted draft tokens.
 TRIAL_STEPS = 2
-# Steps of a smaller batch before it drafts again. A client that asks again leaves its batch for a moment,
-# and a drafter that has missed a text takes several steps to read its end.
+# After a batch in which drafts could not pay, a smaller batch waits for this many steps before it drafts.
+# A client leaves the batch for only a moment between two requests, and a drafter that has missed a part of
+# a text needs the time of several steps to read the text's end.
 RESUME_STEPS = 16
 # The maximum number of plain steps before a trial, however much the last trial cost.
 MAX_RETRY_STEPS = 512
 # A trial may add at most this share to the time of the plain steps before it.
 MAX_TRIAL_COST = 0.005
-# Drafts are tried if they would pay with this share of additional accepted tokens over the
-# calibration. The mean of n texts varies less, so the share is divided by the square root of n.
+# Drafts are tried if they would pay with this share more accepted tokens than calibration expects.
+# The mean over n texts varies less, so the share is divided by the square root of n.
 OPTIMISM = 0.5
-# Weight of a prior, in expected draft tokens: for a calibration over all texts, and for confidences
-# in each text.
+# The weights of priors, in expected draft tokens. PRIOR is that of the calibration, which is a mean
+# over all texts. CONFIDENCE_PRIOR is that of the drafter's confidences in each text.
 PRIOR = 2.0
 CONFIDENCE_PRIOR = 8.0
-# Decay of older steps within a sequence, and over all sequences with the same kind of sampling.
+# Older steps lose weight by these factors with each new step: in the estimate of one sequence, and
+# in that of all sequences with the same kind of sampling.
 SEQUENCE_DECAY = 0.98
 KIND_DECAY = 0.995
-# Rate at which the usual size of a growing tree follows the latest ones.
+# The rate at which the usual size of growing trees follows the sizes of the latest trees.
 USUAL_RATE = 0.02
-# Prices of draft tokens do not rise further below this ratio of accepted to expected ones.
+# The prices of draft tokens rise as the ratio of accepted to expected draft tokens falls, but no
+# further below this ratio.
 LEAST_ACCEPTANCE = 0.1
-# Numbers of matched tokens to try.
+# The numbers of matched tokens to try.
 MATCH_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 
 @dataclass(frozen=True)
 class Growing:
-    """Describes trees that grow: their limits, and the probabilities [K] that a head's best guess is right."""
+    """Describes trees that grow. limits: their maximum sizes. hits [K]: how likely each head's best guess is right."""
 
     limits: DynamicTree
     hits: tuple[float, ...]
 
     def prices(self, costs: BatchCosts, length: float, rate: float, acceptance: float) -> Prices:
-        """Returns the prices of draft tokens after texts of a length, at a rate in tokens per second.
+        """Returns the prices of draft tokens after texts of this mean length.
 
-        acceptance: the ratio of accepted tokens to the sum of confidences.
+        rate: tokens per second. acceptance: the ratio of accepted tokens to the sum of confidences.
         """
         draft_rate = rate / max(acceptance, LEAST_ACCEPTANCE)
         passes = [costs.added(nodes, 0, length) for nodes in range(1, self.limits.budget + 1)]
@@ -78,9 +83,9 @@ class Growing:
 
 @dataclass
 class TreeSize:
-    """Holds the size of a tree, and the expected tokens of a step with it.
+    """Holds the size of a tree, and the expected tokens of a step with this tree.
 
-    For trees that grow, these are averages over the latest steps.
+    For trees that grow, the fields are averages over the latest steps.
     """
 
     nodes: float
@@ -88,7 +93,7 @@ class TreeSize:
     expected: float
 
     def follow(self, step: Step, levels: int, expected: float) -> None:
-        """Moves the averages toward a tree that has grown."""
+        """Moves the averages toward the tree that has grown in a step."""
         self.nodes += USUAL_RATE * (step.nodes - self.nodes)
         self.depth += USUAL_RATE * (levels - self.depth)
         self.expected += USUAL_RATE * (expected - self.expected)
@@ -96,7 +101,7 @@ class TreeSize:
 
 @dataclass
 class Trial:
-    """Holds how many steps without accepted draft tokens a trial has left, and what it took so far."""
+    """Holds a trial's steps and seconds so far, and how many more steps it may take without accepted draft tokens."""
 
     left: float = TRIAL_STEPS
     steps: int = 0
@@ -106,21 +111,21 @@ class Trial:
 class AdaptivePolicy(DraftPolicy):
     """Chooses the tree size that gives the most tokens per second, down to plain decoding.
 
-    It tracks one ratio per sequence: accepted to expected draft tokens. A tree then gives 1 + ratio
-    * (expected - 1) tokens per step. Step times were measured, and later steps correct them; some
-    plain steps check that drafting still pays. All sequences in a pass draft the same tree. A new
-    sequence starts from the estimate for its kind of sampling.
+    For each sequence, the policy tracks the ratio of accepted to expected draft tokens. It expects
+    1 + ratio * (expected - 1) tokens per step from a tree. Step times are measured before decoding,
+    and each step corrects them. Some plain steps check that drafting still pays. All sequences in a
+    pass draft the same tree. A new sequence starts from the estimate for its kind of sampling.
 
     With a drafter whose confidences are calibrated, one growing tree replaces the trees of all
-    sizes: in each step, it grows as long as that pays. The ratio is then that of accepted tokens to
-    the sum of the confidences.
+    sizes: in each step, the tree grows as long as its growth pays. The tracked ratio is then that
+    of accepted tokens to the sum of the confidences.
 
     The policy decodes plainly, tries drafts, or drafts:
 
-        plain -> trial      after some plain steps, more of them the more the last trial cost
+        plain -> trial      after some plain steps, whose number rises with the last trial's cost
         trial -> drafting   as soon as drafts pay
         trial -> plain      after some steps without accepted draft tokens
-        drafting -> plain   as soon as they no longer pay, or if the batch grows
+        drafting -> plain   as soon as drafts no longer pay, or if the batch grows
         any -> plain        for some steps, after a batch in which drafts could not pay
     """
 
@@ -143,7 +148,7 @@ class AdaptivePolicy(DraftPolicy):
         self._sizes = [
             TreeSize(sized.tree.size, sized.tree.max_depth, sized.expected) for sized in self._trees
         ]
-        self._grown: dict[int, TreeSize] = {}  # trees that grow: their usual size by batch size
+        self._grown: dict[int, TreeSize] = {}  # the usual size of growing trees, by batch size
         self.costs = StepCosts(step_times)
         self._kinds: dict[str, AcceptanceEstimate] = {}
         self.max_depth = max(sized.tree.max_depth for sized in self._trees)
@@ -173,7 +178,7 @@ class AdaptivePolicy(DraftPolicy):
     def fork(self) -> AdaptivePolicy:
         """Returns a copy of this policy for another decoder.
 
-        Both share step costs, sizes of grown trees and the estimates per kind of sampling, and both update them.
+        Both policies share and update the step costs, the sizes of grown trees and the estimates per kind of sampling.
         """
         other = copy.copy(self)
         other._reset()
@@ -181,7 +186,7 @@ class AdaptivePolicy(DraftPolicy):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """Returns the number of nodes in the current tree, or the maximum number if it grows."""
+        """Returns the number of nodes in the current tree, or the maximum if the tree grows."""
         if self._current and self._growing is not None:
             return self._growing.limits.budget
         return self._trees[self._current].tree.size
@@ -192,7 +197,7 @@ class AdaptivePolicy(DraftPolicy):
         return sum(sequence.ratio for sequence in self._sequences) / len(self._sequences)
 
     def _size_of(self, tree: int, batch: int) -> TreeSize:
-        """Returns the size of a tree; if it grows, the usual size at a batch size."""
+        """Returns the size of a tree, or its usual size at this batch size if the tree grows."""
         if self._growing is None or not tree:
             return self._sizes[tree]
         return self._grown.setdefault(batch, replace(self._sizes[tree]))
@@ -204,14 +209,14 @@ class AdaptivePolicy(DraftPolicy):
         )
 
     def reads_states(self, batch: int) -> bool:
-        """Returns True while the drafter drafts, and where it may pay soon."""
+        """Returns True while the drafter drafts, and while drafting may soon pay."""
         if self._resume_in and batch > 1:
             return False
         drafts = self._current > 0 and batch <= len(self._sequences)
         return drafts or self._may_pay(batch)
 
     def _may_pay(self, batch: int) -> bool:
-        """Returns True if a tree pays at a batch size where drafts are accepted much more often than expected."""
+        """Returns True if a tree would pay at this batch size with many more accepted draft tokens than expected."""
         if len(self._trees) == 1:
             return False
         costs = self.costs.of_batch(batch)
@@ -224,7 +229,7 @@ class AdaptivePolicy(DraftPolicy):
         )
 
     def _smallest(self) -> list[tuple[int, int, float]]:
-        """Returns nodes, depth and expected tokens of the trees that a trial chooses from."""
+        """Returns the nodes, depth and expected tokens of each tree that a trial may draft."""
         if self._growing is not None:  # a trial's tree grows by one level
             return [(2, 1, 1 + self._growing.hits[0])]
         return [
@@ -256,16 +261,16 @@ class AdaptivePolicy(DraftPolicy):
             grows = len(acceptances) > len(self._sequences)
             self._sequences = acceptances
             if grows and not self._trial:
-                self._current = 0  # a larger batch begins again
+                self._current = 0  # a larger batch begins with plain steps
             best, _ = self._best()
-            # Otherwise the trial continues: sequences may come and go at every step.
+            # A trial continues until a tree pays, because sequences may come and go at every step.
             if best or not self._trial:
                 self._current = best
                 self._trial = None
         self._wait_to_resume(batch)
         if self.costs.of_batch(batch).plain_is_old:
             return [(ROOT, [])] * batch
-        # A single-token match is no more likely than the drafter's own guess.
+        # A match of a single token is no more likely to be right than the drafter's own guess.
         chances = [
             max(0.0, found[0].chance - found[0].doubt) if found and found[0].length >= PAIR else 0.0
             for found in matches
@@ -279,7 +284,7 @@ class AdaptivePolicy(DraftPolicy):
         return proposals
 
     def _wait_to_resume(self, batch: int) -> None:
-        """Waits for some steps before a batch drafts again after a batch in which drafts could not pay."""
+        """Keeps decoding plainly for RESUME_STEPS steps after a batch in which drafts could not pay."""
         if not self._current and not self._may_pay(batch):
             self._resume_in = RESUME_STEPS
         elif self._resume_in:
@@ -288,7 +293,7 @@ class AdaptivePolicy(DraftPolicy):
             self._current = 0 if self._resume_in else self._best()[0]
 
     def _proposed(self, tree: Tree, batch: int, matched: int = 0) -> Tree | DynamicTree:
-        """Returns the tree to draft for a chosen tree: the tree itself, or one that grows in its place.
+        """Returns the tree to draft: the chosen tree itself, or a growing tree in its place.
 
         matched: the number of matched tokens in the same pass.
         """
@@ -305,9 +310,9 @@ class AdaptivePolicy(DraftPolicy):
     def weigh_matches(self, chances: list[float]) -> list[tuple[Tree, int]]:
         """Returns the tree of each sequence, and the number of matched tokens to add to it.
 
-        chances: the probability that a matched token is right if those before it are; 0 without a
-        match. The widest draft determines the time of the pass, and the drafter runs either for all
-        sequences or for none. Therefore the sizes are chosen for all sequences together.
+        chances: for each sequence, how likely a matched token is right after right ones; 0 without
+        a match. The widest draft determines the time of the pass, and the drafter runs either for
+        all sequences or for none. Therefore the sizes are chosen for all sequences together.
         """
         batch = len(chances)
         plain = self._trees[0]
@@ -362,7 +367,7 @@ class AdaptivePolicy(DraftPolicy):
             for step, acceptance in drafted:
                 _update(acceptance, size, step, levels)
         if self._trial:
-            if tree:  # FIRP has no extra rows yet in the first step of a trial
+            if tree:  # in a trial's first step, FIRP has no extra rows yet and drafts only the root
                 self._continue_trial(self._trial, tree, [step for step, _ in drafted], seconds)
         elif not self._current:
             self._count_plain_step()
@@ -396,9 +401,9 @@ class AdaptivePolicy(DraftPolicy):
         self._retry_after = min(max(loss / MAX_TRIAL_COST, RETRY_STEPS), MAX_RETRY_STEPS)
 
     def _count_plain_step(self) -> None:
-        """Counts a plain step; starts to draft if that seems to pay now, or if it is time for a trial.
+        """Counts a plain step, and starts a trial of the cheapest tree if it is time for one.
 
-        A trial drafts the cheapest tree, after enough plain steps to keep its cost within MAX_TRIAL_COST of their time.
+        Before a trial, there are enough plain steps to keep its cost within MAX_TRIAL_COST of their time.
         """
         self._plain_steps += 1
         batch = len(self._sequences)
@@ -422,7 +427,7 @@ class AdaptivePolicy(DraftPolicy):
     def _best(self) -> tuple[int, list[float]]:
         """Returns the index of the best tree, and the tokens per second of each tree.
 
-        The index is 0 (plain decoding) unless a tree gives enough more tokens per second than plain decoding.
+        The index is 0 (plain decoding) if no tree gives enough additional tokens per second.
         """
         batch = len(self._sequences)
         ratio = self.acceptance
@@ -437,7 +442,7 @@ class AdaptivePolicy(DraftPolicy):
 
 
 def _update(acceptance: AcceptanceEstimate, size: TreeSize, step: Step, levels: int) -> None:
-    """Updates a sequence's estimate by a step that drafted `levels` levels, and the usual size of trees that grow."""
+    """Updates a sequence's estimate after a step with `levels` levels; for a tree that grows, also its usual size."""
     expected = size.expected - 1
     if step.growth is not None:
         expected = step.growth.expected
@@ -447,7 +452,7 @@ def _update(acceptance: AcceptanceEstimate, size: TreeSize, step: Step, levels: 
 
 
 def gain_to_begin(batch: int) -> float:
-    """Returns the minimum speed, as a multiple of plain decoding's, that a tree must promise to be drafted."""
+    """Returns the speed, as a multiple of plain decoding's, that a tree must promise before a batch begins to draft."""
     return 1 + GAIN_PER_SEQUENCE * batch
 
 
@@ -456,7 +461,7 @@ def _seconds(sized: SizedTree, step_times: StepTimes) -> float:
 
 
 def convex(values: list[float]) -> list[float]:
-    """Returns the highest convex curve below the values, because disturbances only add time."""
+    """Returns the highest convex curve that lies below measured times, as disturbances only add time."""
 
     def slope(start: int, end: int) -> float:
         return (values[end] - values[start]) / (end - start)
@@ -485,7 +490,7 @@ class MatchedDraft(NamedTuple):
 def best_in_rows(
     options: Iterable[SizedTree], acceptance: float, chance: float, rows: int
 ) -> MatchedDraft:
-    """Returns the draft with the most expected tokens: one of the trees in `options`, and a match.
+    """Returns the draft with the most expected tokens: a tree from `options`, and matched tokens.
 
     rows: the maximum number of nodes. acceptance: the ratio of accepted to expected draft tokens.
     chance: the probability that a matched token is right; 0 without a match. The drafter's guesses

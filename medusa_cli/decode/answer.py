@@ -19,7 +19,7 @@ from medusa_cli.tree import Growth
 class Likelihood:
     """Holds the model's log probabilities of a token and of the most likely tokens.
 
-    They are computed before logits processors, temperature and truncation (top-p, top-k, min-p).
+    Neither logits processors nor temperature nor truncation (top-p, top-k, min-p) change them.
     The log probability of a prompt's first token is nan.
     """
 
@@ -30,7 +30,7 @@ class Likelihood:
 
 @torch.inference_mode()
 def likelihoods(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[Likelihood, ...]:
-    """Returns the log probabilities of n tokens and of the `top` most likely ones, given logits [n, V]."""
+    """Returns the log probabilities of n tokens and of the `top` most likely tokens, given logits [n, V]."""
     log_p = logits[: len(tokens)].float().log_softmax(-1)
     chosen = upload(list(tokens), log_p.device)
     own = log_p.gather(1, chosen[:, None])[:, 0].tolist()
@@ -45,9 +45,9 @@ def likelihoods(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[Likeli
 class Accepted:
     """Holds an accepted path of one sequence.
 
-    path, tokens [A+1]: the accepted nodes, root first, and their tokens. ids [A+1]: the tokens on the device. bonus:
-    the token after them. hidden [A+1, H * layers]: the hidden states of the path. extra_hidden [K, H]: the extra rows
-    of the last node (FIRP). likelihoods: those of the new tokens, if requested.
+    path, tokens [A+1]: the accepted nodes, root first, and their tokens. ids [A+1]: `tokens` on the device. bonus: the
+    token after the path. hidden [A+1, H * layers]: the hidden states of the path. extra_hidden [K, H]: the extra rows
+    of the last node (FIRP). likelihoods: the log probabilities of the new tokens, if requested.
     """
 
     path: list[int]
@@ -64,7 +64,7 @@ class Step:
     """Holds the tokens and the duration of one step, in which tokens are drafted, verified, accepted and kept.
 
     path: the accepted nodes, root first, of a tree of `nodes` nodes; () at prefill. draft_s, verify_s: seconds.
-    looked_up: the number of draft tokens from n-gram matches. growth: of the drafter's tree, if it grew.
+    looked_up: the number of draft tokens from n-gram matches. growth: None if the drafter's tree did not grow.
     """
 
     tokens: list[int]
@@ -78,7 +78,7 @@ class Step:
 
     @property
     def accepted(self) -> int:
-        """Returns the number of tokens beyond the one that plain decoding adds, up to the end of the answer."""
+        """Returns the number of the step's tokens in the answer, less the one that a plain step adds."""
         return len(self.tokens) - 1
 
 
@@ -123,10 +123,7 @@ class Stats:
 
     @property
     def acceptance_length(self) -> float:
-        """Returns the mean number of tokens per verified step, including the bonus token.
-
-        It is 1.0 for plain decoding.
-        """
+        """Returns the mean number of tokens per verified step, including the bonus token: 1.0 in plain decoding."""
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 
     @property
@@ -152,14 +149,14 @@ class Answer:
     """Holds an answer so far: its text, token ids, statistics and, on request, log probabilities.
 
     finish_reason: None until the answer ends, then "stop", "length" or "cancelled". A stop string
-    is not part of the text; text that may begin one is held back. The first stop string to be
-    complete ends the text; of several that one token completes, the one that begins first. `tokens`
-    includes the tokens of a stop string and the end token. step: the last step, truncated after the
-    token that completes a stop string. stops: the stop strings; several answers may share them.
-    keep: special tokens that appear in the text, in addition to those in stop strings. ends: tokens
-    that are left out of the text if one of them ends the answer. include_stop: the text includes
-    the stop string or end token. end_of: returns the position at which a text ends the answer, if it
-    does. end_hidden: the last token ended the answer, and the text does not show it.
+    is not part of the text, and text that may begin a stop string is held back. The first complete
+    stop string ends the text. If one token completes several, the text ends where the first begins.
+    `tokens` includes the tokens of a stop string and the end token. step: the last step, truncated
+    after the token that completes a stop string. stops: the stop strings; several answers may share
+    them. keep: special tokens that appear in the text, in addition to those in stop strings. ends:
+    end tokens, which the text does not show. include_stop: the text includes the stop string or end
+    token. end_of: returns the position at which a given text ends the answer, or None. end_hidden:
+    True if the text does not show the last token because that token ended the answer.
     """
 
     def __init__(
@@ -188,7 +185,7 @@ class Answer:
         self._include_stop = include_stop
         self._end_of = end_of
         self._waiting: deque[Piece] = deque()
-        # Characters of the answer that were read, and those of them that were shown.
+        # The numbers of the answer's characters that were read and that were shown.
         self._read = self._shown = 0
         self._state = 0  # of the automaton of the stop strings
 
@@ -254,11 +251,11 @@ class Answer:
         return shown
 
     def _is_named(self, tokens: Sequence[int]) -> bool:
-        """Returns True for an end token in a stop string, which the text would show."""
+        """Returns True for an end token that is part of a stop string, so that the text would show it."""
         return not self._include_stop and not self._stops.named.isdisjoint(tokens)
 
     def _take(self, piece: Piece) -> int | None:
-        """Reads a piece of text; returns the position at which a stop string ends the text, if one is complete."""
+        """Reads a piece of text; returns the position at which the text ends, or None if it continues."""
         self._waiting.append(piece)
         start = self._read
         self._read += len(piece.text)
@@ -274,7 +271,7 @@ class Answer:
         return min(ends, default=None)
 
     def _shown_until(self, end: int) -> list[Piece]:
-        """Returns the waiting pieces before a position of the text; the others continue to wait."""
+        """Returns the waiting pieces before a position of the text. The pieces after it continue to wait."""
         shown = []
         while self._shown < end:
             piece = self._waiting.popleft()

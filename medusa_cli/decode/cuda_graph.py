@@ -1,6 +1,7 @@
-"""CUDA graphs of whole decoding steps, a few of which serve all trees and batches.
+"""CUDA graphs of whole decoding steps; a few graphs serve all trees and batches.
 
-They are captured before the first step, for some numbers of sequences and nodes (see `graph_step`).
+The graphs are captured before the first step, for some numbers of sequences and of nodes (see
+`graph_step`).
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from medusa_cli.tree import Draft, DynamicTree
 from medusa_cli.tree.tensors import outline
 from medusa_cli.tree.tree import UNREAD, unread_draft
 
-# Sizes of graphs in nodes; batch sizes are powers of two.
+# The sizes of graphs in nodes. Their batch sizes are powers of two.
 ROWS = (1, 16, 64)
-# Warm-up runs before a capture, in which libraries choose kernels and allocate workspaces.
+# The number of warm-up runs before a capture, in which libraries choose kernels and allocate
+# workspaces.
 WARM_UPS = 2
-# The whole context is reserved only if that takes less than this share of the free memory.
+# Rows for the whole context are reserved only if they take less than this share of the free memory.
 FREE_SHARE = 0.8
 log = logging.getLogger(__name__)
 
@@ -42,8 +44,9 @@ class CudaGraphs:
     """Runs steps over the first B slots of a cache.
 
     Each step reads one small tensor back from the device. limits: those of the dynamic trees that
-    graphs grow; None for static trees. capture: makes a graph of a step. None captures CUDA graphs;
-    on other devices, it runs steps uncaptured. context: the expected maximum length of a sequence.
+    graphs grow; None for static trees. capture: makes a graph of a step. With None, a GPU captures
+    CUDA graphs, and other devices run steps uncaptured. context: the expected maximum length of a
+    sequence.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class CudaGraphs:
             self._reserve(engine, context or engine.backbone.max_positions)
 
     def _reserve(self, engine: LayoutEngine, context: int) -> None:
-        """Reserves the cache for the whole context if memory allows, because growth drops all graphs."""
+        """Reserves rows for the whole context if memory allows, because a cache that grows loses all graphs."""
         rows = context + ROWS[-1]
         needed = rows * self._cache.slots * engine.row_bytes
         free = free_memory(engine.backbone.device)
@@ -83,11 +86,11 @@ class CudaGraphs:
 
     @property
     def drafts(self) -> bool:
-        """Returns True if graphs draft the tokens that the host does not know."""
+        """Returns True if the graphs also draft, so that the host does not know the draft tokens."""
         return self._drafter is not None
 
     def warm_up(self, drafting: bool) -> None:
-        """Captures graphs for all batches before the first step: of one row, and if drafting also of trees."""
+        """Captures the graphs of all batch sizes before the first step: with one row and, if `drafting`, with trees."""
         started = time.perf_counter()
         batch = 1
         try:
@@ -101,7 +104,7 @@ class CudaGraphs:
         log.info("%d CUDA graphs captured in %.1f s", self.count, time.perf_counter() - started)
 
     def supports(self, sequences: list[Sequence]) -> bool:
-        """Returns True for greedy and exact sampling without logits processors or log probabilities."""
+        """Returns True if all sequences sample greedily or exactly, without logits processors or log probabilities."""
         if self.failed or any(sequence.request.top is not None for sequence in sequences):
             return False
         return all(_is_simple(sequence.sampler) for sequence in sequences)
@@ -115,8 +118,8 @@ class CudaGraphs:
         """Takes a step; returns the drafts and the accepted paths, whose rows stay in the cache.
 
         drafted: the drafter's drafts on the device, by sequence index; None if the graph drafts.
-        The host reads no draft token. Returns None if a graph cannot run the step: a draft is too
-        large, a graph failed, or top-p needs more tokens.
+        The host reads no draft token. Returns None if no graph can run the step: a draft is too
+        large, a graph failed, or top-p has to choose among more tokens than a graph considers.
         """
         if drafted is None:
             trees = [outline(tree) for tree, _ in proposals]
@@ -154,9 +157,9 @@ class CudaGraphs:
         guesses: Mapping[int, Draft],
         drafting: Iterable[Sequence] = (),
     ) -> list[Accepted] | None:
-        """Runs the graph that has room for the drafts; see `step`.
+        """Runs the smallest graph that the drafts fit into; see `step`.
 
-        drafting: the sequences, if the graph drafts for them.
+        guesses: the drafter's drafts by index. drafting: the sequences for which the graph drafts.
         """
         cache = self._cache
         size = len(drafts)
@@ -189,7 +192,7 @@ class CudaGraphs:
     def _unread(self, sequence: Sequence, slot: int) -> tuple[NewTokens, list[int]]:
         """Returns the tokens that a graph reads for a sequence's drafter, and the token after each of them.
 
-        If a graph does not have room for all of them, the drafter reads the first ones here. This
+        If there are more tokens than a graph can read, the drafter reads the first ones here. This
         happens after a prompt or many plain steps.
         """
         drafter = _drafter_of(sequence)
@@ -205,11 +208,11 @@ class CudaGraphs:
         return new, [*sequence.tokens[new.start + 1 :], sequence.root]
 
     def _step(self, batch: int, rows: int, sampled: bool) -> GraphStep:
-        """Returns the captured step of a size. If the cache has grown, all earlier captures are dropped."""
+        """Returns the captured step of a size. Once the cache has grown, all earlier captures are dropped."""
         cache = self._cache
         cache.reserve(max(cache.lengths) + rows)
         if self._buffer is None or cache.values is not self._buffer:
-            # A pool whose graphs are gone cannot be used again.
+            # A memory pool whose graphs were dropped cannot be used again.
             on_device = self._engine.backbone.device.type == "cuda"
             self._steps = {}
             self._pool = torch.cuda.graph_pool_handle() if on_device else None
@@ -262,7 +265,7 @@ class CudaGraphs:
 
 
 def _is_simple(sampler: Sampler) -> bool:
-    """Returns True for greedy and exact sampling that a graph supports."""
+    """Returns True for greedy or exact sampling without processors and with a top-k that a graph supports."""
     if sampler.processors is not None or sampler.sampling.top_k > LIKELIEST:
         return False
     return sampler.greedy or sampler.sampling.exact

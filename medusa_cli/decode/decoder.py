@@ -33,10 +33,10 @@ from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft
 from medusa_cli.tree.tree import batch_drafts
 
-# Prompts that a GPU runs in one pass.
+# The maximum number of prompts that a GPU runs in one pass.
 PROMPTS = 16
-# A drafter that has missed a part of a text reads at most this many of its last tokens. Running
-# more tokens again takes longer than it gains.
+# A drafter that has missed a part of a text reads at most this many of the text's last tokens.
+# Running more tokens again would take longer than it would save.
 CATCH_UP_TOKENS = 8
 # The share of the free memory that a request may take while other requests run.
 MEMORY_SHARE = 0.9
@@ -45,8 +45,8 @@ MEMORY_SHARE = 0.9
 class Decoder:
     """Runs sequences in the slots of one cache; `step` advances each of them.
 
-    Without a drafter, it decodes plainly, except for n-gram matches that the policy drafts. Greedy
-    and exact sampling give the same tokens, and so the same distribution, as plain decoding. The
+    Without a drafter, decoding is plain, except for n-gram matches that the policy drafts. Greedy
+    and exact sampling give the same tokens as plain decoding, and so the same distribution. The
     rows of a finished sequence stay in its slot as a cached prefix.
     """
 
@@ -65,8 +65,8 @@ class Decoder:
         """Creates a cache with `slots` slots.
 
         cuda_graphs: None lets a trial decide. taps: the layers whose hidden states a sequence keeps if there is no
-        drafter. context: the expected maximum length of a sequence, for which CUDA graphs reserve memory; None: the
-        model's. store: keeps cached prefixes on disk. Raises UserError in a fork of the process that loaded the model.
+        drafter. context: the expected maximum length of a sequence, for which CUDA graphs reserve memory; None: that of
+        the model. store: cached prefixes on disk. Raises UserError in a fork of the process that loaded the model.
         """
         backbone.check_process()
         self.backbone = backbone
@@ -74,7 +74,7 @@ class Decoder:
         self.drafter = drafter
         self.policy = policy or StaticTreePolicy(ROOT)
         self.taps = taps if drafter is None else drafter.taps
-        # The drafter needs no states but those that every pass returns for its last step.
+        # The drafter reads only the states of the last step, which every verify pass returns.
         self._reads_last_step = drafter is not None and (
             self.taps == (-1,) and not drafter.fork().reads_every_step
         )
@@ -92,9 +92,9 @@ class Decoder:
             self.cuda_graphs.warm_up(drafting=self.policy.size > 1 or self.policy.ngrams)
 
     def _keeps_states(self, batch: int) -> bool:
-        """Returns True if passes over a batch keep the states that the drafter reads.
+        """Returns True if passes over a batch of this size keep the states that the drafter reads.
 
-        In batches where drafts do not pay, they keep none: steps are then the same as without a drafter. The final
+        If drafts do not pay in the batch, passes keep no states, and steps are the same as without a drafter. The final
         states of the last step are available anyway, and CUDA graphs always return the states.
         """
         if self.drafter is None or self.cuda_graphs is not None or self._reads_last_step:
@@ -114,7 +114,7 @@ class Decoder:
         """Decodes requests, as many at a time as there are slots.
 
         Request i becomes the sequence with number i. A request's answer does not depend on the
-        others. Closing the iterator cancels the running sequences.
+        other requests. Closing the iterator cancels the running sequences.
         """
         try:
             for number, request in enumerate(requests):
@@ -142,10 +142,11 @@ class Decoder:
     ) -> Generator[tuple[Sequence, Step | None]]:
         """Assigns a slot to a request and runs its prompt in pieces; yields an item before and after each piece.
 
-        The last item contains the step with the first token. In between, other sequences may take steps, and other
-        prompts may run. request: may be a sequence that was already created from the request, because creating one
-        takes time. `number` selects the sequence's random stream. piece_s: the seconds that a piece should take, if its
-        size changes no bits. Raises UserError for a prompt longer than the context, and UsageError for invalid limits.
+        The last item contains the step with the first token. Between items, other sequences may take steps, and other
+        prompts may run. request: may be a sequence that was created from the request earlier, because that takes time.
+        `number` selects the sequence's random stream. piece_s: the seconds that a piece should take, which has no
+        effect if the size of pieces would change bits. Raises UserError for a prompt longer than the context, and
+        UsageError for invalid limits.
         """
         self.backbone.check_process()
         sequence = request
@@ -163,7 +164,7 @@ class Decoder:
             sequence.prefilled = True
         except BaseException as reason:  # an error, or the caller closed the iterator
             sequence.cancel()
-            # A pass that did not end may have advanced the slot's running states.
+            # A pass that failed halfway may have advanced the slot's running states.
             if self.cache.stateful and not isinstance(reason, GeneratorExit):
                 self.prefixes.drop(sequence)
             raise
@@ -175,20 +176,20 @@ class Decoder:
         sequence.draft = self.policy.begin(request.sampling)
         sequence.draft.speculative = request.speculative
         slot = self._check_memory(request)
-        # Lazy rows cost nothing, and each growth copies the rows in use.
+        # Lazy rows take no memory until they are written, and each growth copies the rows in use.
         rows = self._rows(sequence.longest) if self.cache.lazy else len(request.prompt)
         self.cache.reserve(rows)
         self.prefixes.take(sequence, slot)
 
     @property
     def prompts_at_once(self) -> int:
-        """Returns how many prompts `admit_all` should be given; it is 1 if a drafter reads the prompts."""
+        """Returns the number of prompts to give to `admit_all` at once: 1 if a drafter reads the prompts."""
         together = self.engine.runs_packs and self.drafter is None and self.taps[-1] == -1
         return PROMPTS if together else 1
 
     @torch.inference_mode()
     def admit_all(self, requests: list[Request], numbers: list[int]) -> list[tuple[Sequence, Step]]:
-        """Runs the prompts of requests, if it can in one pass; returns what `admit` does for each of them."""
+        """Runs the prompts of requests, in one pass if possible; returns each request's sequence and first step."""
         if self.prompts_at_once == 1:
             return [self.admit(*each) for each in zip(requests, numbers, strict=True)]
         self.backbone.check_process()
@@ -207,11 +208,11 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, Step]]:
-        """Drafts, verifies, accepts and keeps tokens for every running sequence; returns the step of each one.
+        """Drafts, verifies, accepts and keeps tokens for every running sequence; returns each sequence and its step.
 
-        The seconds are each sequence's share of the total. On a GPU, the drafting time is that of the host, which does
-        not wait for the draft. An error or an interruption cancels the sequences. If there is no memory for the pass,
-        only the longest is cancelled, and the others continue without drafts; the error is raised nevertheless.
+        A step's seconds are its sequence's share of the total. On a GPU, the drafting time is only the host's, which
+        does not wait for the draft. An error or an interruption cancels the sequences. If memory is too small for the
+        pass, only the longest sequence is cancelled, and the others continue without drafts. The error is still raised.
         """
         self.backbone.check_process()
         sequences = self.prefixes.move_running_first()
@@ -227,18 +228,18 @@ class Decoder:
             self._keeping = False
 
     def _cancel(self, sequences: list[Sequence], *, refused: bool) -> None:
-        """Cancels the sequences of a failed step. refused: the pass had no memory, and left the cache as it was."""
+        """Cancels the sequences of a failed step. refused: the pass found no memory, and did not change the cache."""
         if refused and not self.cache.stateful and self.cuda_graphs is None:
             for sequence in sequences:
-                # The drafter may have read tokens that it would be given again.
+                # The drafter may already have read the tokens that its next draft would read.
                 sequence.draft.speculative = False
             sequences = [max(sequences, key=lambda sequence: len(sequence.tokens))]
-        # Otherwise the cache may hold rows that no sequence has recorded.
+        # After any other failure, the cache may hold rows that no sequence has recorded.
         for sequence in sequences:
             sequence.cancel()
 
     def _advance(self, sequences: list[Sequence]) -> list[tuple[Sequence, Step]]:
-        """Advances all running sequences by one step, with a CUDA graph if one supports it."""
+        """Advances all running sequences by one step, with a CUDA graph if a graph supports the step."""
         started = time.perf_counter()
         proposals = self._fit(sequences, self.policy.next(sequences))
         keep_states = self._keeps_states(len(sequences))
@@ -304,7 +305,7 @@ class Decoder:
         return drafts, accepted
 
     def _draft(self, sequences: list[Sequence], proposals: list[Proposal]) -> dict[int, Draft]:
-        """Returns the drafter's drafts by sequence index; a tree of only the root has no entry."""
+        """Returns the drafter's drafts by sequence index, without those of only the root."""
         if self.drafter is None:
             return {}
         drafts: dict[int, Draft] = {}
@@ -333,8 +334,8 @@ class Decoder:
     def _catch_up(self, slot: int, sequence: Sequence) -> None:
         """Provides the states of a sequence's last tokens to a drafter that has missed them.
 
-        The tokens are run again, which gives the same rows. If a prompt's rows have other bits than those of steps, the
-        old rows are put back. Of a long text, only the last tokens are run: a drafter's rows may leave out positions.
+        The tokens are run again, which gives the same rows in the cache. If passes over a prompt give other bits than
+        steps, the old rows are put back. Of a long text, only the last tokens are run: a drafter may skip positions.
         """
         sequence.missed = False
         end = len(sequence.tokens)
@@ -391,7 +392,7 @@ class Decoder:
         return Accepted(path, tokens, ids, bonus, out.hidden[slot, rows], extra, reported)
 
     def _fit(self, sequences: list[Sequence], proposals: list[Proposal]) -> list[Proposal]:
-        """Truncates trees and n-gram paths to the positions left in the context and to the engine's depth."""
+        """Truncates trees and n-gram paths to the positions left in the context and to the engine's maximum depth."""
         fitting: list[Proposal] = []
         for sequence, (tree, paths) in zip(sequences, proposals, strict=True):
             left = self.backbone.max_positions - len(sequence.tokens) - 1
@@ -402,10 +403,10 @@ class Decoder:
         return fitting
 
     def has_room(self, request: Request) -> bool:
-        """Returns True if a slot is free, and if the memory that running sequences leave suffices.
+        """Returns True if a slot is free and the running sequences leave enough memory.
 
         Each sequence counts with its maximum length. The result is also True for a request that
-        never fits: `prefill` then refuses it.
+        could never fit; `prefill` refuses such a request.
         """
         if not self.free_slots:
             return False
@@ -430,7 +431,7 @@ class Decoder:
     def _memory_for(self, request: Request, share: float = 1) -> tuple[int, int, int]:
         """Returns the slot for a request, the bytes by which the cache must grow, and a share of the free memory.
 
-        If the memory does not suffice, it first drops cached prefixes that the request does not share.
+        If there is too little memory, cached prefixes that the request does not share are dropped first.
         """
         slot = self.prefixes.choose(request)
         taken = {slot: self._rows(own.longest) for slot, own in self.prefixes.taken.items()}
@@ -449,7 +450,7 @@ class Decoder:
         while needed > free and self.prefixes.evict(but=slot):
             needed, free = bytes_and_free()
         if needed > free and not self.prefixes.taken and self.cuda_graphs is None:
-            # In this case, the old buffers need not be kept until they have been copied.
+            # No sequence runs, so the cache is emptied: it need not keep old buffers while it grows.
             self.prefixes.clear()
             self.cache.resize(FIRST_ROWS)
             needed, free = bytes_and_free()
@@ -460,5 +461,5 @@ class Decoder:
         return min(len(request.prompt) + request.max_new_tokens, self.backbone.max_positions)
 
     def _rows(self, tokens: int) -> int:
-        """Returns the rows for a sequence of this length and its drafts. The last token is not run."""
+        """Returns the number of rows for a sequence of this length and its drafts. The last token is not run."""
         return tokens - 1 + self.policy.size

@@ -1,4 +1,4 @@
-"""Grammars that constrain answers, using llguidance: JSON schemas, regular expressions, Lark and GBNF."""
+"""Grammars that constrain answers: JSON schemas, regular expressions, Lark and GBNF, followed with llguidance."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from medusa_cli.model import Backbone
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# JSON may have only the whitespace that models write most often. With free whitespace, small
-# models may write blanks forever, and fewer tokens are forced. An answer under `oneOf` matches one
-# of its schemas; whether it also matches another is not checked.
+# JSON answers may have only the whitespace that models write most often. With free whitespace, small
+# models may write blanks forever, and the grammar forces fewer tokens. An answer under `oneOf`
+# matches at least one of its schemas; that it matches no other is not checked.
 JSON_OPTIONS: Any = {
     **{"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
     **{"coerce_one_of": True},
 }
 KINDS = ("json_schema", "regex", "grammar")
 ANY_OBJECT = {"type": "object"}
-# JSON Schema keywords whose values are not schemas, and those whose values map names to schemas.
+# JSON Schema keywords whose values are not schemas, and keywords whose values map names to schemas.
 VALUES = {"enum", "const", "default", "examples", "required"}
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 CONTAINERS = {"properties", "patternProperties", "additionalProperties", "items", "type", "allOf"}
-# Keywords that define the properties of an object. If a schema has two of them, they must agree on
-# the properties.
+# Keywords that define the properties of an object. If a schema has two of these keywords, they must
+# agree on the properties.
 SHAPING = ("properties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 DEMANDING = ("required", "minProperties")
 CACHED_GRAMMARS = 128
@@ -64,9 +64,9 @@ class Grammar:
 
     @classmethod
     def of(cls, **sources: Any) -> Grammar | None:
-        """Returns the grammar of the one source that is given, named by its kind; None without a source.
+        """Returns the grammar of the only source given, as the argument named by its kind; None without a source.
 
-        A JSON schema may be a dict. Raises UsageError for more than one source, for an empty one,
+        A JSON schema may be a dict. Raises UsageError for more than one source, for an empty source,
         and for a schema that is not a JSON object.
         """
         given = {kind: source for kind, source in sources.items() if source is not None}
@@ -87,7 +87,7 @@ class Grammar:
 def schema_grammar(source: Any, owner: str = "@json_schema") -> Grammar:
     """Returns the grammar of a JSON schema, which may be a dict.
 
-    Raises UsageError, with the owner, the property and the keyword, for one that cannot be followed.
+    Raises UsageError, with the owner, the property and the keyword, if the schema cannot be followed.
     """
     try:
         schema = json.loads(source) if isinstance(source, str | bytes) else source
@@ -112,7 +112,7 @@ def schema_grammar(source: Any, owner: str = "@json_schema") -> Grammar:
 
 @lru_cache(CACHED_GRAMMARS)
 def fault_of(schema: str) -> str:
-    """Returns llguidance's complaint about a JSON schema, "" if there is none."""
+    """Returns llguidance's complaint about a JSON schema, or "" if there is none."""
     from llguidance import LLMatcher
 
     try:
@@ -123,7 +123,7 @@ def fault_of(schema: str) -> str:
 
 
 def _place_of_fault(schema: dict[str, Any], fault: str) -> str:
-    """Returns the innermost place and the keyword of a schema that llguidance cannot follow."""
+    """Returns the innermost place and the keyword that llguidance cannot follow, as the end of an error message."""
     definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
 
     def fails(part: Mapping[str, Any]) -> str:
@@ -131,7 +131,7 @@ def _place_of_fault(schema: dict[str, Any], fault: str) -> str:
 
     for place, part in reversed([*_places(schema)]):
         if own := fails(part):
-            # Faults of the parts inside would have been found before.
+            # The parts inside this one have been checked already, so the fault is its own.
             names = sorted(part.keys() - {"$defs"}, key=lambda name: (name in CONTAINERS, name))
             keyword = next(
                 (
@@ -148,7 +148,7 @@ def _place_of_fault(schema: dict[str, Any], fault: str) -> str:
 
 
 def _places(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the parts of a schema with their places, outer ones first."""
+    """Yields the parts of a schema with their places, outer parts first."""
     todo: list[tuple[str, Any]] = [("", schema)]
     referred = set[str]()
     while todo:
@@ -186,15 +186,15 @@ def inline(schema: Mapping[str, Any]) -> str:
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a JSON schema whose objects may have only the properties that it lists.
+    """Returns a JSON schema whose objects may have only the properties that the schema lists.
 
-    Most schemas omit `additionalProperties` although they allow none, and small models would keep adding properties.
-    Parts that must agree with others (`allOf`) stay open, and so do the parts that they refer to.
+    Most schemas omit `additionalProperties` although they mean to allow none, and small models would keep adding
+    properties. Parts that must agree with other parts (`allOf`) stay open, and so do the parts that they refer to.
     """
     result: dict[str, Any] = json.loads(json.dumps(schema))
     combined, inner = _combined(result)
     for part in _parts(result):
-        # The parts that a part combines with may not allow more properties than it lists.
+        # A part may also be closed if it lists every property that its combined parts name.
         covers = id(part) not in inner and _names_of(part) <= {*part.get("properties", ())}
         if (id(part) not in combined or covers) and _names_all(part):
             part["additionalProperties"] = False
@@ -210,7 +210,7 @@ def _names_of(schema: Any) -> set[str]:
         if not isinstance(part, dict):
             continue
         if part.keys() & {"$ref", "enum", "const"}:
-            # The properties of such a part are unknown here, and no real property has this name.
+            # The properties of such a part are unknown. PRIVATE stands for them, as no schema lists it.
             names.add(PRIVATE)
         names |= {*part.get("properties", ()), *part.get("required", ())}
         todo += [inner for key in ("allOf", "anyOf", "oneOf") for inner in part.get(key, ())]
@@ -230,9 +230,9 @@ def _names_all(part: Mapping[str, Any]) -> bool:
 
 
 def _combined(schema: Any) -> tuple[set[int], set[int]]:
-    """Returns the ids of the parts that must agree with others, and those of the parts inside them.
+    """Returns the ids of the parts that must agree with other parts, and of the parts inside them.
 
-    The first set contains both, and the second set only the inner parts.
+    The first set contains all these ids, and the second set only those of the inner parts.
     """
     combined = set[int]()
     inner = set[int]()
@@ -282,7 +282,7 @@ def _referred(schema: Any, reference: Any) -> Any:
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yields a schema and all schemas inside it, outer ones first."""
+    """Yields a schema and all schemas inside it, outer schemas first."""
     todo = [schema]
     while todo:
         part = todo.pop()
@@ -300,7 +300,7 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
 class GrammarCompiler:
     """Compiles grammars for the vocabulary of one tokenizer, and caches the most recent ones.
 
-    Raises UserError if llguidance is missing, and for a tokenizer that it cannot read.
+    Raises UserError if llguidance is missing or cannot read the tokenizer.
     """
 
     def __init__(self, backbone: Backbone) -> None:
@@ -337,7 +337,7 @@ class GrammarCompiler:
 
 
 def _source_of(grammar: Grammar, special: Mapping[str, int]) -> str:
-    """Returns a grammar as llguidance reads it; special: the ids of special tokens by name."""
+    """Returns a grammar in the form that llguidance reads. special: the ids of special tokens by name."""
     from llguidance import LLMatcher, grammar_from
 
     if grammar.kind == "json_schema":
@@ -356,9 +356,9 @@ def _invalid(grammar: Grammar, fault: str) -> UsageError:
 
 
 def check_syntax(grammar: Grammar) -> None:
-    """Raises UsageError for a grammar that is not valid for any model, without a tokenizer.
+    """Checks a grammar without a tokenizer; raises UsageError if the grammar is valid for no model.
 
-    Names in angle brackets may be special tokens of the model, so a grammar with some is not checked.
+    Names in angle brackets may be special tokens of the model, so a grammar with angle brackets is not checked.
     """
     need_extra("grammar", "an answer by a grammar")
     if grammar.kind == "grammar" and "<" in grammar.text:
@@ -390,10 +390,10 @@ def _tokenizer_of(backbone: Backbone) -> tuple[LLTokenizer, dict[str, int]]:
 
 
 def _without_names(backbone: Backbone, special: Collection[str]) -> LLTokenizer:
-    """Returns a tokenizer that encodes the names of special tokens with other tokens.
+    """Returns a tokenizer that encodes the names of special tokens as ordinary text.
 
-    According to its own rules, a tokenizer encodes the text `<tool_call>` as that token. If a grammar forces this text,
-    llguidance would allow only that token. But its parser does not accept a special token as text, and rejects it.
+    The model's own tokenizer encodes the text `<tool_call>` as the special token of this name. If a grammar forced this
+    text, llguidance would allow only the special token, which its parser then rejects, because it expects text.
     """
     from llguidance import LLTokenizer
 
@@ -413,7 +413,7 @@ def _without_names(backbone: Backbone, special: Collection[str]) -> LLTokenizer:
     return LLTokenizer(json.dumps(file), n_vocab=backbone.vocab_size, eos_token=ends)
 
 
-# Strings, regular expressions and comments in Lark, inside which `<name>` is text.
+# Strings, regular expressions and comments in Lark, in which `<name>` is ordinary text.
 _LARK_TEXT = r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/'
 
 
@@ -444,13 +444,16 @@ def matcher_of(backbone: Backbone, grammar: Grammar) -> LLMatcher:
 
 
 def allowed_by(matcher: LLMatcher, size: int) -> Tensor:
-    """Returns a mask of the `size` tokens that a matcher allows next; beyond its limits, only the end is allowed."""
+    """Returns a mask [size] of the tokens that a matcher allows next: beyond its limits, only the end token."""
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return torch.from_numpy(np.unpackbits(bits, count=size, bitorder="little")).bool()
 
 
 def masked(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Returns the scores [1, V] of the allowed tokens [V]; if other processors forbid them all, they are equal."""
+    """Returns the scores [1, V], -inf for tokens that are not allowed [V].
+
+    If other processors forbid all allowed tokens, these tokens get equal scores.
+    """
     forbidden = ~allowed.to(scores.device)
     scores_left = scores.masked_fill(forbidden, -torch.inf)
     if scores_left.max() == -torch.inf:
@@ -462,7 +465,7 @@ class GrammarProcessor(LogitsProcessor):
     """Sets logits to -inf for tokens that the grammar does not allow next.
 
     The matcher follows the answer in the text, and rolls back when another path of a draft begins. If only one text may
-    follow, llguidance allows only the tokens into which the tokenizer encodes it.
+    follow, llguidance allows only the tokens that the tokenizer encodes this text with.
     """
 
     def __init__(self, start: LLMatcher, prompt_length: int, stop_ids: Iterable[int]) -> None:
@@ -474,13 +477,13 @@ class GrammarProcessor(LogitsProcessor):
         self._answer: list[int] = []  # the tokens that the matcher has read
 
     def fork(self) -> GrammarProcessor:
-        """Returns the processor of another sequence with the same prompt, which has no answer yet."""
+        """Returns a processor for another sequence with the same prompt and no answer yet."""
         return GrammarProcessor(self._start, self._prompt_length, self._stop_ids)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns the masked logits [1, V] after the text [1, L].
 
-        After a text that the grammar does not allow, only the end is allowed.
+        After a text that the grammar does not allow, only the end token is allowed.
         """
         if self._read(input_ids) or self._matcher.is_error():
             allowed = allowed_by(self._matcher, scores.shape[-1])
@@ -492,9 +495,9 @@ class GrammarProcessor(LogitsProcessor):
         return masked(scores, allowed)
 
     def cuts_off(self, text: Tensor) -> bool:
-        """Returns True if the text [1, L] ends before the grammar does, because of a limit of the library.
+        """Returns True if a limit of llguidance ends the text [1, L] before the grammar is complete.
 
-        The library may also refuse a token that it allowed before. In both cases, only the end is allowed afterwards.
+        llguidance may also refuse a token that it allowed before. In both cases, only the end token may follow.
         """
         complete = self._read(text) or self._matcher.is_accepting() or self._matcher.is_stopped()
         return not complete or bool(self._matcher.is_error())
@@ -516,8 +519,8 @@ class GrammarProcessor(LogitsProcessor):
         read = self._answer
         shared = shared_length(answer, read)
         if shared < len(read) and not self._matcher.rollback(len(read) - shared):
-            # Grammars that count tokens, or that end at a text (`max_tokens=`, `stop=`), cannot
-            # roll back.
+            # Matchers of grammars that count tokens or end at a text (`max_tokens=`, `stop=`) cannot
+            # be rolled back.
             self._matcher = self._start.deep_copy()
             shared = 0
         count = shared + self._matcher.try_consume_tokens(answer[shared:])
