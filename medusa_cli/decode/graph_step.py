@@ -1,7 +1,7 @@
-"""The decoding step that a CUDA graph runs: draft tokens and trees in, accepted paths out.
+"""The decoding step that a CUDA graph runs, from draft tokens and trees to accepted paths.
 
-The tree is data: a step serves all trees up to a maximum number of nodes, and all batches up to a
-maximum number of sequences.
+Trees are inputs of the step. So one step serves all trees up to a maximum number of nodes, and all
+batches up to a maximum number of sequences.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from medusa_cli.tree import Draft, DynamicTree
 from medusa_cli.tree.tensors import GrowingTrees, TreeTensors, outline
 from medusa_cli.tree.tree import PADDING, unread_draft
 
-# Maximum number of accepted nodes per path, and of tokens that a drafter reads in a graph.
+# The maximum number of accepted nodes per path, and of tokens that a drafter reads in a graph.
 DEPTHS = 32
-# Parameters per sequence, stored before its random numbers: 1 if it samples, temperature, top-p,
-# top-k.
-NO_TOP_P = 2.0  # no sum of probabilities reaches it
+# The parameters of a sequence, stored before its random numbers: 1 if the sequence samples (else 0),
+# temperature, top-p and top-k.
+NO_TOP_P = 2.0  # no sum of probabilities reaches this value
 GREEDY = (0.0, 1.0, NO_TOP_P, 0.0)
 FIELDS = len(GREEDY)
 # Top-p and top-k choose among this many of the most likely tokens.
@@ -39,9 +39,9 @@ LIKELIEST = 1024
 
 # The results of a step and the hidden states of the path.
 Results = tuple[Tensor, Tensor]
-# Turns a computation on fixed buffers into a function that replays it.
+# Turns a computation on fixed buffers into a function that replays the computation.
 Capture = Callable[[Callable[[], Results]], Callable[[], Results]]
-# How dynamic trees grow, and how longest paths are found.
+# The class that grows dynamic trees, and the function that finds longest paths.
 TreeOperations = tuple[Callable[..., TreeTensors], Callable[..., tuple[Tensor, Tensor]]]
 
 
@@ -63,8 +63,8 @@ def sampling_params(samplers: list[Sampler], batch: int, count: int) -> Tensor:
 def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the token chosen after each node [B, N].
 
-    Also returns a mask [B, N] that is False if LIKELIEST tokens are too few to choose from. logits
-    [B, N, V]; params: the result of `sampling_params`; depth [B, N]: the depths of the nodes.
+    Also returns a mask [B, N]: False if top-p or top-k may select more than the LIKELIEST most likely
+    tokens. logits [B, N, V]; params: the result of `sampling_params`; depth [B, N]: the nodes' depths.
     """
     fields = params[:, :FIELDS].unbind(-1)
     sampled, temperature, top_p, top_k = (field[:, None] for field in fields)  # [B, 1] each
@@ -78,11 +78,12 @@ def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tenso
     cut = top_k > 0
     last = top_k[..., None].long().clamp(1, ordered.shape[-1]) - 1
     lowest = ordered.gather(-1, last.expand(*depth.shape, 1))
-    kept = ordered.masked_fill((ordered < lowest) & cut[..., None], 0)  # ties with the k-th stay
-    # Without top-k, the mass is relative to the whole vocabulary.
+    # Tokens that tie with the k-th token stay.
+    kept = ordered.masked_fill((ordered < lowest) & cut[..., None], 0)
+    # Without top-k, probabilities are relative to the whole vocabulary.
     kept = kept / kept.sum(-1, keepdim=True).masked_fill(~cut[..., None], 1.0)
-    # If the k-th token has no weight, as at low temperature, tokens that tie with it have none
-    # either.
+    # If the k-th token has no weight, as at a low temperature, tokens that tie with it have no
+    # weight either.
     cut_off = (ordered[..., -1] < lowest[..., 0]) | (lowest[..., 0] == 0)
     enough = torch.where(cut, cut_off, (kept.sum(-1) >= top_p) | (top_p > 1)) | whole
     place = draw(nucleus(kept, top_p[..., None].float()), uniforms)
@@ -93,10 +94,10 @@ def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tenso
 
 
 class GraphStep:
-    """Runs steps of one size, in sequences and nodes, on buffers that hold the inputs.
+    """Runs steps with a fixed number of sequences and of nodes, on buffers that hold the inputs.
 
-    The drafter, with slots for its layers, drafts the tokens that the host does not know. With
-    `limits`, it grows dynamic trees in their place.
+    The drafter drafts the tokens that the host does not know. With `limits`, dynamic trees grow in
+    place of the nodes with unknown tokens. slots: the rows of the drafter's layers.
     """
 
     def __init__(
@@ -122,11 +123,11 @@ class GraphStep:
         self._slots = slots if rows > 1 else None
         self._limits = limits
         reads = 0 if self._slots is None else self._slots.rows
-        # For each node, the bits of one that sees only itself.
+        # For each node, the bits of a mask in which the node sees only itself.
         self._own_bits = [1 << node if node < 63 else -(1 << 63) for node in range(rows)]
         # Each row holds the length of a slot, the depths, parents, ranks and tokens of N nodes, and
-        # bits for the nodes that each one sees. The fields of NewTensors for P new tokens follow,
-        # with the places of these tokens in `hidden`.
+        # for each node the bits of the nodes that it sees. After these come the fields of NewTensors
+        # for P new tokens, with the indices of these tokens in `hidden`.
         self._inputs = self._pack([0] * batch, [], []).to(device)  # [B, 1 + 5 N + 3 + 2 P]
         self.lengths = self._inputs[:, 0]
         fields = self._inputs[:, 1 : 1 + 5 * rows].unflatten(1, (5, rows))
@@ -168,12 +169,12 @@ class GraphStep:
                 row += [start, self._slots.held(slot), len(following)]
                 row += [*range(first, first + len(following)), *more, *following, *more]
             packed.append(row)
-        # torch takes five times as long for a list.
+        # torch takes five times as long to read a list.
         return torch.from_numpy(np.array(packed, dtype=np.int64))
 
     @torch.inference_mode()
     def capture(self, capture: Capture) -> None:
-        """Captures the step while its buffers hold only roots, after the texts in the slots."""
+        """Captures the step while its buffers hold only the roots that follow the texts in the slots."""
         self._inputs.copy_(self._pack(self._cache.lengths[: len(self.lengths)], [], []))
         self._run()  # allocates the cache's buffers and rotary tables
         self._run_again = capture(self._run)
@@ -189,9 +190,8 @@ class GraphStep:
     ) -> Results:
         """Returns the results [B, 2 + 2 P] and the hidden states of the path [B, P, H * taps].
 
-        The results are the number of accepted nodes, the bonus token, the path, and its tokens.
-
-        A count of 0 accepted nodes means that the most likely tokens were too few to choose from.
+        The results are the number of accepted nodes, the bonus token, the path of up to P nodes, and
+        the path's tokens. If the number is 0, LIKELIEST tokens were too few for top-p or top-k.
         """
         device = self._inputs.device
         size = len(self._inputs)
@@ -233,7 +233,7 @@ class GraphStep:
         return results, states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))
 
     def _run_roots(self) -> Results:
-        """Runs the step of roots without a tree: each is accepted, and lies where it stays."""
+        """Runs a step of only roots: each root is accepted, and its cache row is already in place."""
         states, chosen, certain = self._verify(self.tokens, self.depth, self._itself)
         count = self._ones if certain is None else certain.long()
         return torch.cat([count, chosen, self.depth, self.tokens], dim=1), states
@@ -241,7 +241,7 @@ class GraphStep:
     def _verify(
         self, tokens: Tensor, depth: Tensor, tree_mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the states of nodes, the token chosen after each one, and `certain` (see `choose`) if it samples."""
+        """Returns the nodes' states, the token chosen after each node, and the mask of `choose` (None if greedy)."""
         engine = self._engine
         layout = lay_out_at(
             self.lengths,
@@ -258,13 +258,13 @@ class GraphStep:
         logits = engine.backbone.finish_logits(engine.lm_head(final))
         if self._sampled:
             return states, *choose(logits.float(), self.params, depth)
-        # The order of 16-bit logits is that of their fp32 copies.
+        # 16-bit logits have the same order as their fp32 copies, so they are not copied.
         return states, logits.argmax(-1), None
 
 
 @cache
 def tree_operations(device: torch.device) -> TreeOperations:
-    """Returns how graphs on a device grow dynamic trees and find longest paths: by kernels if those work there."""
+    """Returns the tree operations of graphs on a device: Triton kernels if these work there, else plain torch."""
     plain = GrowingTrees, longest_path
     if device.type != "cuda":
         return plain
@@ -275,12 +275,12 @@ def tree_operations(device: torch.device) -> TreeOperations:
         trees = sample_trees(device)
         pairs = zip(grown(*trees, *plain), grown(*trees, *ours), strict=True)
         return ours if all(torch.equal(*pair) for pair in pairs) else plain
-    except Exception:  # it fails in many ways without Triton, or on a GPU that Triton does not know
+    except Exception:  # the types differ: Triton is missing, or does not know the GPU
         return plain
 
 
 def sample_trees(device: torch.device) -> tuple[DynamicTree, Tensor, Tensor]:
-    """Returns limits, and the nodes and masks of two trees that are to grow."""
+    """Returns the limits, nodes and masks of two trees before their first level."""
     limits = DynamicTree(64, 3)
     tree = outline(limits)
     ids = unread_draft(5, tree).ids
@@ -295,12 +295,12 @@ def grown(
     growing: Callable[..., TreeTensors],
     follow: Callable[..., tuple[Tensor, Tensor]],
 ) -> list[Tensor]:
-    """Returns two trees after three levels, and their longest paths if all guesses are right."""
+    """Returns the nodes and masks of two trees of three levels, and their longest paths if all guesses are right."""
     trees = growing(limits, nodes, mask)
     for head in range(limits.max_depth):
         rows = limits.budget if head else 1
         numbers = torch.arange(2 * rows * limits.width, device=nodes.device).view(2, rows, -1)
-        # Some are equal.
+        # Some log confidences are equal, so ties are compared, too.
         trees.extend(head, (numbers * (7 + head) % 23) / -8.0, numbers)
     chosen = trees.tokens.scatter_reduce(1, trees.parents.clamp(min=0), trees.tokens, "amax")
     paths = follow(chosen, trees.tokens, trees.depth, trees.parents, trees.mask, DEPTHS)

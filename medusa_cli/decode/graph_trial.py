@@ -1,4 +1,4 @@
-"""The trial of CUDA graphs on an engine, which decides once whether steps are captured."""
+"""The trial that decides, once per engine, whether decoding steps are captured as CUDA graphs."""
 
 import logging
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from medusa_cli.engine.torch_layers import TOLERANCE
 from medusa_cli.errors import first_line
 from medusa_cli.tree import Draft, Tree
 
-# Tokens before the step, levels of its draft, and repetitions.
+# The numbers of tokens before the step, of the levels of its draft, and of timed repetitions.
 BEFORE = 12
 LEVELS = 4
 LAPS = 5
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def captures(engine: Engine) -> bool:
-    """Returns True if a trial shows that an engine's captured steps equal ordinary ones and are faster."""
+    """Returns True if a trial shows that an engine's captured steps agree with ordinary steps and are faster."""
     if not isinstance(engine, LayoutEngine):
         return False
     if engine.captures is None:
@@ -36,7 +36,7 @@ def captures(engine: Engine) -> bool:
 
 @torch.inference_mode()
 def _trial(engine: LayoutEngine) -> bool:
-    """Returns True if captured steps agree with ordinary ones, greedy and sampled, and greedy ones are faster.
+    """Returns True if captured steps, greedy and sampled, agree with ordinary steps, and greedy steps get faster.
 
     A failure is logged in one line.
     """
@@ -52,7 +52,8 @@ def _trial(engine: LayoutEngine) -> bool:
             plain, ordinary = _timed(engine, cache, step)
             if graphs.failed or plain is None:
                 return False
-            if ours is None:  # too flat a distribution for top-p; steps on it are ordinary ones
+            # The distribution is too flat for top-p in a graph. Decoding takes an ordinary step then.
+            if ours is None:
                 continue
             if not _equal(engine, ours, plain):
                 log.warning(f"CUDA graphs are not used: captured steps differ on {device}")
@@ -76,12 +77,12 @@ def _equal(engine: LayoutEngine, ours: Accepted, plain: Accepted) -> bool:
     expected = plain.hidden[:rows]
     error = float((ours.hidden[:rows] - expected).float().norm() / expected.float().norm())
     same = (ours.path, ours.bonus) == (plain.path, plain.bonus)
-    # In 16 bits, near-ties may flip.
+    # In 16 bits, nearly equal logits may change their order.
     return (same or engine.dtype != torch.float32) and error <= TOLERANCE[engine.dtype]
 
 
 def _draft(engine: LayoutEngine, cache: Cache) -> Draft:
-    """Returns a chain of the tokens that the engine predicts after BEFORE tokens; the last one is made wrong."""
+    """Returns a chain of the tokens that the engine predicts after BEFORE tokens, with a wrong last token."""
     vocabulary = engine.backbone.vocab_size
     out = engine.forward(Plan.chain(torch.arange(BEFORE) * 37 % vocabulary), cache)
     tokens = []

@@ -1,4 +1,4 @@
-"""JSON schemas of all drafts, rewritten in the keywords that llguidance follows, or refused by place and keyword."""
+"""The rewriting of JSON schemas, of all drafts of the standard, with only the keywords that llguidance follows."""
 
 from __future__ import annotations
 
@@ -24,46 +24,44 @@ ONE = {"additionalProperties", "items"}
 SEVERAL = {"allOf", "anyOf", "oneOf", "prefixItems"}
 NAMED = {"properties", "patternProperties"}
 TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
-# Drafts in which keywords next to `$ref` have no effect.
+# Drafts of the standard in which keywords next to `$ref` have no effect.
 REF_ALONE = re.compile(r"draft-0[3-7]")
-# Formats that llguidance follows. According to the standard, others do not constrain a text.
+# Formats that llguidance follows. According to the standard, other formats do not constrain a text.
 FORMATS = {
     *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 }
-# Formats of property names, for which llguidance has no keyword.
+# Patterns for formats of property names, for which llguidance has no keyword.
 NAMES = {
     "date": r"^\d{4}-(0[1-9]|1[0-2])-(0[1-9]|1\d|2[0-8])$",
     "uuid": r"^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
 }
 IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas", "not")
-# With these keywords, the properties that are evaluated depend on the value.
+# Keywords with which it depends on the value which of its properties count as evaluated.
 BY_VALUE = {"patternProperties", *IN_PLACE} - {"allOf", "$ref"}
-# All orders of a list's different items are enumerated up to this number of values.
+# For `uniqueItems`, all lists of different items are enumerated if there are at most this many values.
 MAX_UNIQUE = 4
-# Up to this number of properties, all combinations are enumerated.
+# To count properties, all combinations are enumerated if there are at most this many properties.
 MAX_COUNTED = 6
 
 
 def followable(schema: Mapping[str, Any], owner: str) -> dict[str, Any]:
     """Returns an equivalent schema of keywords that llguidance follows, without definitions that are not used.
 
-    Raises UsageError, with the owner, the property and the keyword, for one that has no equivalent.
+    Raises UsageError, with the owner, the property and the keyword, for a schema without an equivalent.
     """
     return _Rewriter(schema, owner).result
 
 
 class _Rewriter:
-    """Rewrites a schema and the definitions that it refers to.
-
-    base: the URI against which the references of the current part are resolved.
-    """
+    """Rewrites a schema and the definitions that it refers to."""
 
     def __init__(self, schema: Mapping[str, Any], owner: str) -> None:
         self._root = schema
         self._owner = owner
         self._by_uri: dict[str, Any] = {}
-        # Anchors that mean another part in each schema that refers to them.
+        # Anchors that several parts have. Their meaning depends on the schema that refers to them.
         self._dynamic: set[str] = set()
+        # The URI against which a part's references are resolved, by the part's id.
         self._bases: dict[int, str] = {}
         self._index(schema, "")
         self._names: dict[int, str] = {}
@@ -77,7 +75,7 @@ class _Rewriter:
             self.result = {**self.result, "$defs": self._defined}
 
     def _index(self, part: Any, base: str) -> None:
-        """Records the URIs of all parts that have an id or an anchor, and the base of each part."""
+        """Records the URIs of all parts that have an id or an anchor, and the base URI of each part."""
         todo = [(part, base)]
         while todo:
             part, base = todo.pop()
@@ -105,7 +103,7 @@ class _Rewriter:
         return UsageError(fault, "express it in another way, or leave it out")
 
     def target(self, part: Mapping[str, Any], keyword: str, place: str) -> Any:
-        """Returns the part that a reference means."""
+        """Returns the part that a reference refers to."""
         reference = part[keyword]
         if not isinstance(reference, str):
             raise self.refuse(place, keyword, "is not a text", reference)
@@ -130,7 +128,7 @@ class _Rewriter:
         return schema
 
     def resolved(self, schema: Any, place: str) -> Any:
-        """Returns a schema, or the schema that it refers to if it only has a reference."""
+        """Returns the schema itself, or the schema that it refers to if it is only a reference."""
         for _ in range(100):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
@@ -140,7 +138,7 @@ class _Rewriter:
         return schema
 
     def _reference(self, part: Mapping[str, Any], keyword: str, place: str) -> Schema:
-        """Returns a reference to a rewritten definition."""
+        """Rewrites the target of a reference as a definition; returns a reference to this definition."""
         target = self.target(part, keyword, place)
         if isinstance(target, bool):
             return target
@@ -156,7 +154,7 @@ class _Rewriter:
         return {"$ref": f"#/$defs/{self._names[id(target)]}"}
 
     def rewrite(self, schema: Any, place: str) -> Schema:
-        """Returns the equivalent of a schema at a place, which is a property's path."""
+        """Returns the equivalent of a schema. place: the path of the property that it describes."""
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
@@ -195,7 +193,7 @@ class _Rewriter:
         return result
 
     def _copy(self, part: Mapping[str, Any], result: dict[str, Any], place: str) -> None:
-        """Adds the keywords that are followed, with their parts rewritten."""
+        """Copies the keywords that llguidance follows to `result`, and rewrites the schemas in their values."""
         for keyword, value in part.items():
             if keyword in VALUES or keyword == "type":
                 self._check_text(value, keyword, place)
@@ -234,7 +232,7 @@ class _Rewriter:
             raise self.refuse(place, keyword, str(reason), value) from reason
 
     def _check_text(self, value: Any, keyword: str, place: str) -> None:
-        """Refuses texts that hold half a character."""
+        """Refuses texts with half a character: a surrogate without its pair."""
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as reason:
@@ -252,7 +250,7 @@ class _Rewriter:
                 raise self.refuse(place, keyword, "is not an object", part[keyword])
 
     def _of_older_drafts(self, part: dict[str, Any]) -> dict[str, Any]:
-        """Returns a part in the keywords of the newest draft."""
+        """Returns a part in which keywords of older drafts are replaced with those of the newest draft."""
         if isinstance(part.get("items"), list):
             part["prefixItems"] = part.pop("items")
             if "additionalItems" in part:
@@ -269,7 +267,7 @@ class _Rewriter:
         return part
 
     def _exclude(self, part: dict[str, Any], more: list[Any], place: str) -> bool:
-        """Rewrites `not`; returns False if nothing is left."""
+        """Rewrites `not`; returns False if no value is left."""
         if "not" not in part:
             return True
         excluded = self.resolved(part["not"], place)
@@ -322,7 +320,7 @@ class _Rewriter:
     def _evaluated(
         self, part: Mapping[str, Any], place: str, depth: int = 0
     ) -> dict[str, Any] | None:
-        """Returns the names of all properties that a part evaluates; {"": True} for any, None if they differ."""
+        """Returns the properties that a part evaluates: {"": True} for any name, None if they depend on the value."""
         if depth > 20 or not BY_VALUE.isdisjoint(part):
             return None
         names = {name: True for name in part.get("properties", {})}
@@ -384,7 +382,7 @@ class _Rewriter:
     def _counts(self, part: dict[str, Any], more: list[Any]) -> None:
         """Rewrites `minProperties` and `maxProperties` for the listed properties.
 
-        llguidance does not count beyond one if some of them may be left out.
+        llguidance does not count beyond one property if some of the listed properties may be left out.
         """
         names = list(part.get("properties", ()))
         if part.get("additionalProperties", False) is not False or "patternProperties" in part:
@@ -429,7 +427,7 @@ class _Rewriter:
         part["enum"] = [list(order) for order in _orders(values) if low <= len(order) <= high]
 
     def _values(self, schema: Any, place: str) -> list[Any] | None:
-        """Returns the values that a schema allows, if it lists a few."""
+        """Returns the values that a schema allows if it lists at most MAX_UNIQUE values, else None."""
         schema = self.resolved(schema, place)
         if not isinstance(schema, dict):
             return None
@@ -470,7 +468,7 @@ def _listed_names(rule: Mapping[str, Any]) -> list[str]:
 
 
 def _orders(values: list[Any]) -> list[tuple[Any, ...]]:
-    """Returns all lists of different values."""
+    """Returns all lists of different items from `values`, of any length and in any order."""
     orders: list[tuple[Any, ...]] = [()]
     for i, value in enumerate(values):
         orders += [(value, *rest) for rest in _orders(values[:i] + values[i + 1 :])]

@@ -1,4 +1,4 @@
-"""Grammars that constrain only parts of an answer, each from a trigger on, such as the arguments of a call."""
+"""Grammars that constrain only parts of an answer, such as the arguments of a call; a trigger begins each part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from medusa_cli.model import Backbone
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# A text trigger is looked for in this many tokens.
+# A text trigger is looked for in this many of the last tokens.
 WINDOW = 64
 
 
@@ -26,8 +26,8 @@ WINDOW = 64
 class Trigger:
     """Begins a part of an answer that follows a grammar. The part ends as soon as its text is complete.
 
-    token: the token that begins the part; None if it is a text that matches `pattern`. at_start:
-    the text begins the answer, or follows the previous part.
+    token: the token that begins the part; None if a text that matches `pattern` begins the part.
+    at_start: the text must begin the answer, or follow the previous part.
     """
 
     grammar: Grammar
@@ -43,15 +43,15 @@ class LazyGrammar:
     triggers: tuple[Trigger, ...]
 
     def check(self, backbone: Backbone) -> None:
-        """Compiles the grammars; raises UserError for one that cannot be followed."""
+        """Compiles the grammars; raises UserError for a grammar that cannot be followed."""
         for trigger in self.triggers:
             matcher_of(backbone, trigger.grammar)
 
 
 class _Part:
-    """A part of the answer that follows a grammar.
+    """Holds a part of the answer that follows a grammar.
 
-    first: a matcher at the beginning of the part. start: the number of tokens before it.
+    first: a matcher at the beginning of the part. start: the number of tokens before the part.
     """
 
     def __init__(self, first: LLMatcher, start: int) -> None:
@@ -61,12 +61,12 @@ class _Part:
         self.length = 0  # tokens of the answer that the matcher has read
 
     def move_to(self, answer: list[int]) -> None:
-        """Rolls back the tokens of the part that are not among an answer's first ones."""
+        """Rolls the part back to the end of a shorter answer."""
         length = len(answer) - self.start
         if self.length <= length:
             return
         if not self.matcher.rollback(self.length - length):
-            # Grammars that count tokens, or that end at a text, cannot roll back.
+            # Matchers of grammars that count tokens or end at a text cannot be rolled back.
             self.matcher = self.first.deep_copy()
             self.matcher.try_consume_tokens(answer[self.start :])
         self.length = length
@@ -74,7 +74,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _State:
-    """The state after some tokens: in a part, or in free text that began at `start`."""
+    """Holds the state after some tokens: in `part`, or in free text that began at `start`."""
 
     start: int
     part: _Part | None = None
@@ -84,7 +84,7 @@ class LazyGrammarProcessor(LogitsProcessor):
     """Sets logits to -inf for tokens that the grammar of the current part does not allow next.
 
     The states follow the answer in the text, and roll back when another path of a draft begins.
-    Beyond the library's limits, a part is free.
+    Beyond llguidance's limits, a part is not constrained.
     """
 
     def __init__(self, backbone: Backbone, grammar: LazyGrammar, prompt_length: int) -> None:
@@ -100,11 +100,11 @@ class LazyGrammarProcessor(LogitsProcessor):
         ]
         self._anywhere = any(not trigger.at_start for trigger in texts)
         self._answer: list[int] = []
-        # One for each number of tokens.
+        # The states after 0, 1, 2, .. tokens of the answer.
         self._states = [_State(0)]
 
     def fork(self) -> LazyGrammarProcessor:
-        """Returns the processor of another sequence with the same prompt, which has no answer yet."""
+        """Returns a processor for another sequence with the same prompt and no answer yet."""
         other = copy.copy(self)
         other._answer = []
         other._states = [_State(0)]
@@ -119,7 +119,7 @@ class LazyGrammarProcessor(LogitsProcessor):
         return scores if part.matcher.is_error() else masked(scores, allowed)
 
     def cuts_off(self, text: Tensor) -> bool:
-        """Returns False: no limit of the library ends the answer."""
+        """Returns False: no limit of llguidance ends the answer."""
         return False
 
     def forced(self, text: Tensor) -> list[int]:
@@ -141,7 +141,7 @@ class LazyGrammarProcessor(LogitsProcessor):
         return self._states[-1].part
 
     def _next(self, state: _State, end: int) -> _State:
-        """Returns the state after one more token, the last of the first `end` ones."""
+        """Returns the state after the answer's first `end` tokens. state: the state before the last of them."""
         token = self._answer[end - 1]
         part = state.part
         if part is not None:
@@ -165,7 +165,7 @@ class LazyGrammarProcessor(LogitsProcessor):
         return state
 
     def _begin(self, trigger: Trigger, rest: str, end: int) -> _State | None:
-        """Returns the state in a new part whose first text the last token holds.
+        """Returns the state in a new part. rest: the part's first text, which the trigger's last token contains.
 
         Returns None if the grammar does not allow that text.
         """

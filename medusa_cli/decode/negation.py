@@ -10,7 +10,8 @@ from medusa_cli.decode.patterns import other_than
 
 ALL = ("null", "boolean", "object", "array", "number", "string")
 MAX_DEPTH = 20
-# The keyword for the values that a limit forbids, and the distance between the two limits.
+# For each limit, its type, the keyword for the values that it forbids, and the distance between the
+# limits of the two keywords.
 LIMITS = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
@@ -38,13 +39,13 @@ UNKNOWN = {
 
 
 class Unsaid(Exception):
-    """An error for a part whose negation no keyword expresses."""
+    """Reports a part whose negation no keyword can express."""
 
 
 def negated(schema: Any, within: Any, resolve: Callable[[Any], Any], depth: int = 0) -> Any:
-    """Returns a schema of all values, of the types `within` (None: any), that a schema does not allow.
+    """Returns a schema of all values that a schema does not allow. within: their types; None means any type.
 
-    resolve: returns the target of a reference. Raises Unsaid if there is no such schema.
+    resolve: returns the target of a reference. Raises Unsaid if the keywords cannot express such a schema.
     """
     schema = resolve(schema)
     if isinstance(schema, bool):
@@ -72,7 +73,7 @@ def negated(schema: Any, within: Any, resolve: Callable[[Any], Any], depth: int 
 def _negated_keyword(
     keyword: str, value: Any, types: list[str], inner: Callable[[Any], Any]
 ) -> list[Any]:
-    """Returns schemas of the values of these types that a keyword excludes. inner: negates a schema in it."""
+    """Returns schemas of the values of these types that a keyword excludes. inner: negates a schema inside it."""
     match keyword:
         case "type":
             return [_other_types(value, types)]
@@ -120,7 +121,7 @@ def _says_nothing(keyword: str, value: Any) -> bool:
 
 
 def other_values(part: Mapping[str, Any], excluded: Any) -> list[Any] | None:
-    """Returns the values that a part lists without the excluded ones, if both are lists."""
+    """Returns the values that a part lists and `excluded` does not list; None if either does not list values."""
     given = part.get("enum")
     if "const" in part:
         const = part["const"]
@@ -141,7 +142,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _other_types(value: Any, types: list[str]) -> Any:
     excluded = [value] if isinstance(value, str) else value
-    # Whole numbers are numbers.
+    # Whole numbers are numbers, so only the other numbers would be left.
     if "integer" in excluded and "number" not in excluded and "number" in types:
         raise Unsaid("numbers that are not whole cannot be told")
     gone = {*excluded, *(["integer"] if "number" in excluded else [])}
@@ -150,7 +151,7 @@ def _other_types(value: Any, types: list[str]) -> Any:
 
 
 def _other_values(values: list[Any], types: list[str]) -> list[Any]:
-    """Returns schemas for all values of these types but the given ones."""
+    """Returns schemas for all values of these types except the given values."""
     if any(isinstance(value, dict | list) for value in values):
         raise Unsaid("an object or a list inside it cannot be followed")
     numbers = sorted(value for value in values if _kind(value) == "number")
@@ -175,7 +176,7 @@ def _other_values(values: list[Any], types: list[str]) -> list[Any]:
 
 
 def _other_numbers(numbers: list[Any], kind: str) -> list[Any]:
-    """Returns schemas for the numbers below, between and above the given ones, which are sorted."""
+    """Returns schemas for the numbers below, between and above the given sorted numbers."""
     options: list[Any] = []
     for low, high in pairwise([None, *numbers, None]):
         if low is None or high is None or high - low > (kind == "integer"):

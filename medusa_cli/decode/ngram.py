@@ -13,25 +13,25 @@ from medusa_cli.tree import Draft, Tree
 
 # Longer matches count as matches of this length.
 MAX_LENGTH = 16
-# Maximum number of occurrences to compare.
+# Maximum number of earlier occurrences to compare.
 MAX_POSITIONS = 8
 # Maximum number of draft tokens per match.
 MAX_TOKENS = 16
 # Maximum number of matches per step.
 MAX_BRANCHES = 3
-# PAIR: the length of a match of two tokens. OTHER: used instead of the length for all matches
-# except the longest.
+# PAIR: the length of a match of two tokens. OTHER: stands for the length of every match except the
+# longest.
 PAIR = 2
 OTHER = -1
 # Prior probability that a matched token is right, by the minimum length of the match.
 PRIOR_BY_LENGTH = {1: 0.3, PAIR: 0.5, 3: 0.6, 4: 0.7, 6: 0.8, 9: 0.9, OTHER: 0.15}
 # Weight of a prior, in tokens.
 PRIOR = 4.0
-# Decay of older steps.
+# Older evidence loses weight by this factor with each update.
 DECAY = 0.97
 MAX_CHANCE = 0.98
-# Standard errors by which an estimate may be too high, because the policy also drafts if it is high
-# by chance.
+# An estimate may be too high by this many standard errors, because the policy also drafts when an
+# estimate is high only by chance.
 ERRORS = 0.5
 
 
@@ -43,10 +43,10 @@ def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
 
 @dataclass(eq=False)
 class AcceptanceEstimate:
-    """Estimates the ratio of accepted to expected draft tokens; the weight of older ones decays with each update.
+    """Estimates the ratio of accepted to expected draft tokens; older tokens lose weight with each update.
 
     weight: the number of expected draft tokens on which the ratio is based. shared: the estimate
-    over all sequences of a kind, which is updated, too.
+    over all sequences with the same kind of sampling, which is updated, too.
     """
 
     ratio: float
@@ -64,15 +64,15 @@ class AcceptanceEstimate:
 
     @property
     def error(self) -> float:
-        """Returns the standard error of a ratio that is a probability."""
+        """Returns the standard error of the ratio, if the ratio is a probability."""
         return math.sqrt(max(0.0, self.ratio * (1 - self.ratio)) / self.weight)
 
 
 @dataclass(frozen=True)
 class NgramMatch:
-    """Holds the tokens that follow a match, its length, and the probability of each token.
+    """Holds the tokens that follow a match, and the match's length.
 
-    doubt: how much that probability may be too high.
+    chance: the probability that each token is right. doubt: by how much `chance` may be too high.
     """
 
     tokens: tuple[int, ...]
@@ -86,7 +86,7 @@ NgramTrust = dict[int, AcceptanceEstimate]
 
 
 def ngram_trust(shared: NgramTrust | None = None) -> NgramTrust:
-    """Returns the prior trust, or, given `shared`, the mean of the prior and `shared`."""
+    """Returns the trust at the beginning of a text: the prior or, given `shared`, the mean of both."""
     trust = {}
     for length, prior in PRIOR_BY_LENGTH.items():
         if shared is None:
@@ -100,7 +100,7 @@ def ngram_trust(shared: NgramTrust | None = None) -> NgramTrust:
 class NgramIndex:
     """Indexes the tokens of one text, and finds matches for its end.
 
-    It updates the trust in its matches, both for this text and for all texts (`shared`).
+    The index updates the trust in its matches, both for this text and for all texts (`shared`).
     """
 
     def __init__(self, shared: NgramTrust) -> None:
@@ -110,9 +110,10 @@ class NgramIndex:
         self._indexed = 0
 
     def find(self, tokens: Sequence[int], root: int) -> list[NgramMatch]:
-        """Returns matches of MAX_TOKENS tokens for the end of the text (`tokens`, then `root`), longest first.
+        """Returns the matches for the end of the text (`tokens`, then `root`), longest match first.
 
-        No two matches begin with the same token. If fewer tokens follow a match in the text, these tokens are repeated.
+        Each match holds the next MAX_TOKENS tokens. If the text has fewer tokens after the match, these are repeated.
+        No two matches begin with the same token.
         """
         for position in range(self._indexed, len(tokens)):
             self._after.setdefault((tokens[position],), []).append(position + 1)

@@ -1,4 +1,4 @@
-"""Regular expressions of JSON Schema (ECMA-262), rewritten for the library that follows them."""
+"""Regular expressions of JSON Schema (ECMA-262), rewritten for llguidance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 SPACES = r"\t\n\x0b\x0c\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
 ANY = r"[\s\S]"
 NO_CHARACTER = r"[^\s\S]"
-# Patterns with look-ahead from popular libraries, and their equivalents without.
+# Patterns with look-ahead from popular libraries, and their equivalents without look-ahead.
 KNOWN = {
     # zod's z.email()
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
@@ -52,7 +52,7 @@ def followed_pattern(pattern: str) -> str:
 
 
 def _class(tokens: list[str]) -> str:
-    """Takes a class from tokens in reverse order, up to its bracket, and returns it."""
+    """Removes a character class from the end of the reversed tokens, and returns it in llguidance's syntax."""
     negated = tokens[-1:] == ["^"] and bool(tokens.pop())
     parts: list[str] = []
     while True:
@@ -73,7 +73,7 @@ def _class(tokens: list[str]) -> str:
 
 
 def _character(token: str) -> str:
-    """Returns a character or escape outside classes."""
+    """Returns a character or escape outside character classes in llguidance's syntax."""
     if token[0] == "\\":
         return _escape(token)
     if token == ".":
@@ -99,7 +99,7 @@ def _escape(token: str) -> str:
         return f"[{'^' if letter == 'S' else ''}{SPACES}]"
     if letter in "dDwWtnrf" or token[:3] in (r"\p{", r"\P{") or len(token) > 2:
         return token
-    # Anchors of Python and Rust.
+    # A, z and Z are anchors in Python and Rust.
     special = {"v": r"\x0b", "0": r"\x00", "A": "^", "z": "$", "Z": "$"}
     if letter in special:
         return special[letter]
@@ -107,7 +107,7 @@ def _escape(token: str) -> str:
 
 
 def other_than(texts: Iterable[str]) -> str:
-    """Returns a pattern of all texts but these."""
+    """Returns a pattern that matches all texts except these."""
     return f"^{_other_than(set(texts))}$"
 
 

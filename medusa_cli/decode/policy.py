@@ -24,13 +24,13 @@ ROOT = Tree.root_only()
 # The maximum number of a grammar's forced tokens in one pass, as memory grows with the number of
 # rows.
 MAX_FORCED = 64
-# A node with a lower probability is not worth a row in any tree.
+# A node with a lower probability of acceptance is not worth a row in any tree.
 MIN_CHANCE = 0.05
-# The assumed probability of a head's first guess if there is no calibration.
+# The probability that a head's first guess is right, assumed if there is no calibration.
 UNCALIBRATED = 0.3
 
 
-# The draft of one sequence: a tree for the drafter, and token paths from n-gram matches, which
+# What one sequence drafts: a tree for the drafter, and token paths from n-gram matches. The paths
 # start below the root.
 Proposal = tuple[Tree | DynamicTree, list[tuple[int, ...]]]
 
@@ -40,7 +40,7 @@ class DraftPolicy(ABC):
 
     Each sequence has its own DraftState. ngrams: also draft n-gram matches from the text (prompt
     lookup). The trust in a match is learned per match length, as in SAM Decoding (arXiv:2411.10666).
-    If a grammar forces the next tokens, only these are drafted.
+    If a grammar forces the next tokens, only the forced tokens are drafted.
     """
 
     max_depth: int
@@ -95,7 +95,7 @@ class DraftPolicy(ABC):
         return proposals
 
     def reads_states(self, batch: int) -> bool:
-        """Returns True if the drafter may draft for a batch of this size, and so needs the states of its steps."""
+        """Returns True if the drafter may draft for a batch of this size, so that it needs the states of steps."""
         return self.max_depth > 0
 
     @abstractmethod
@@ -109,7 +109,7 @@ class DraftPolicy(ABC):
                 sequence.draft.ngrams.learn(step.tokens)
 
     def fork(self) -> DraftPolicy:
-        """Returns the policy for another decoder, by default this one."""
+        """Returns the policy for another decoder, by default this policy itself."""
         return self
 
 
@@ -189,7 +189,7 @@ def _prefixes(matches: list[NgramMatch], counts: list[int]) -> list[tuple[int, .
 def complete(
     engine: Engine, sequences: list[Sequence], proposals: list[Proposal], drafts: list[Draft]
 ) -> list[Draft]:
-    """Adds n-gram paths to each draft, and truncates it to the number of nodes that a pass supports."""
+    """Adds n-gram paths to each draft, and truncates the draft to the number of nodes that a pass supports."""
     completed = []
     for sequence, (_, paths), draft in zip(sequences, proposals, drafts, strict=True):
         if paths:
