@@ -22,17 +22,17 @@ from medusa_cli.tree import Draft, Tree
 
 # Rows per pass over a prompt whose log probabilities are requested.
 PROMPT_ROWS = 256
-# Rows of the first piece of a prompt whose pieces are timed, and the minimum: fewer would take
-# nearly as long.
+# For prompts whose pieces are timed, the rows of the first piece, and the minimum rows of a piece:
+# fewer rows would take nearly as long.
 FIRST_PIECE = 16
 MIN_PIECE = 8
-# Rows of a prompt that a drafter reads at a time, after each of which it drafts one token.
+# Rows of a prompt that a drafter reads at a time. After each reading, it drafts one token.
 DRAFTER_ROWS = 128
 ONE_GUESS = Tree.chain(1)
 
 
 def rows_within(seconds: float, rows: int, taken: float) -> int:
-    """Returns how many rows to run in `seconds`, if some took `taken`; changes by at most a factor of 4."""
+    """Returns how many rows to run in `seconds`, if `rows` took `taken` seconds: within a factor of 4 of `rows`."""
     return max(MIN_PIECE, min(4 * rows, max(rows // 4, int(rows * seconds / taken))))
 
 
@@ -59,7 +59,7 @@ class Prefill:
         self._first_piece = FIRST_PIECE  # of the next prompt's first piece
 
     def run_pack(self, first: int, pack: list[Sequence]) -> list[tuple[Sequence, Step]]:
-        """Runs the prompts of sequences in consecutive slots from `first` on, padded to the longest."""
+        """Runs the prompts of sequences in consecutive slots from `first` on, padded to the longest prompt."""
         texts = [torch.tensor(own.request.prompt[own.reused :]) for own in pack]
         counts = [len(text) for text in texts]
         padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
@@ -73,7 +73,7 @@ class Prefill:
         chosen = accept(logits, [root_only] * len(pack), [own.sampler for own in pack])
         steps = []
         for row, (sequence, count, (_, root)) in enumerate(zip(pack, counts, chosen, strict=True)):
-            self._cache.truncate(first + row, sequence.reused + count)  # without the padding
+            self._cache.truncate(first + row, sequence.reused + count)  # drops the padding
             sequence.tokens = list(sequence.request.prompt)
             states = hidden[row, :count]
             new = NewTokens(tokens[row, :count], states, root, sequence.reused)
@@ -86,8 +86,8 @@ class Prefill:
     ) -> Generator[tuple[Sequence, None], None, Step]:
         """Runs a prompt piece by piece; returns the step that contains the first token of the answer.
 
-        piece_s: the seconds that a piece should take, if its size changes no bits. depth: the
-        maximum depth of draft trees.
+        piece_s: the seconds that a piece should take; it has no effect if the size of pieces would
+        change bits. depth: the maximum depth of draft trees.
         """
         request = sequence.request
         prompt = list(request.prompt)
@@ -136,7 +136,7 @@ class Prefill:
     ) -> list[int]:
         """Chooses the first token of the answer from a prompt's last pass; returns it in a list.
 
-        hidden: the states of the prompt's last tokens that the drafter reads, by piece.
+        hidden: by piece, the states of the prompt's last tokens, which the drafter reads.
         """
         assert out.logits is not None
         prompt = sequence.request.prompt
@@ -148,7 +148,7 @@ class Prefill:
         return sequence.finish_prefill(NewTokens(tokens, states, root, start, extra), keep_states)
 
     def read(self, sequence: Sequence) -> Iterator[tuple[Sequence, None]]:
-        """Lets the drafter read all but the last rows of a long prompt, piece by piece, before its first draft."""
+        """Lets the drafter read a long prompt piece by piece before its first draft, all but the last rows."""
         if self._drafter is None or not sequence.draft.speculative:
             return
         fork = sequence.drafter
@@ -160,7 +160,7 @@ class Prefill:
     def _chunk_plan(
         self, sequence: Sequence, chunk: list[int], depth: int | None, keep_states: bool
     ) -> Plan:
-        """Returns the plan of a pass over a chunk of a prompt. depth: that of the drafter, for the last chunk."""
+        """Returns the plan of a pass over a chunk of a prompt. depth: of draft trees; None before the last chunk."""
         extra_rows = None
         logits = "none" if depth is None else "last"
         if depth is not None and self._drafter is not None:

@@ -1,4 +1,4 @@
-"""The slots of a cache: each holds a running sequence, or a finished one as a cached prefix."""
+"""The slots of a cache: each holds a running sequence, or a finished sequence as a cached prefix."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from medusa_cli.drafters.base import Drafter
 from medusa_cli.engine import Slots
 from medusa_cli.errors import is_out_of_memory
 
-# Seconds after which a cached prefix is half as likely to be continued.
+# After this many seconds, a cached prefix is half as likely to be continued.
 HALF_LIFE_S = 600.0
-# The cost of copying a token, as a share of the cost of running it.
+# The cost of copying a token's rows, as a share of the cost of running the token.
 COPY_COST = 1 / 64
-# Seconds that a step of other sequences waits for a file.
+# The maximum number of seconds that other sequences wait for a file before each of their steps.
 READING_S = 0.002
 
 
 @dataclass(frozen=True)
 class Part:
-    """Holds rows of a prompt from token `start` on; those of tokens start .. end - 1 are used."""
+    """Holds rows of a prompt from token `start` on, of which only those of tokens start .. end - 1 are used."""
 
     start: int
     end: int
@@ -41,8 +41,8 @@ class Part:
 class PrefixCache:
     """Assigns the slots of a cache to sequences.
 
-    If a prompt begins with the same tokens as a slot's text, or as one in the store, only the rest
-    of the prompt is run. row_bytes: the bytes of a token's rows.
+    If a prompt begins with the same tokens as the text of a slot, or as a text in the store, only
+    the rest of the prompt is run. row_bytes: the bytes of a token's rows.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class PrefixCache:
         return self._slots.index(sequence)
 
     def take(self, sequence: Sequence, slot: int) -> None:
-        """Assigns an idle slot to a sequence, which takes over the rows of the prefix that both share.
+        """Assigns an idle slot to a sequence, which takes over the rows of the prefix that it shares with the slot.
 
-        At least the last token of the prompt is left to run. The rows that the slot loses go to the store.
+        At least the last token of the prompt is left to run. The rows that the slot loses are written to the store.
         """
         saved, _ = self._shared(slot, sequence.request)
         previous = self._slots[slot]
         if previous is not None and len(previous.tokens) >= saved + MIN_GAIN:
             self._save(previous, self._store)
         sequence.reuse_prefix(previous, saved, self._drafter)
-        # The drafter may have state for fewer tokens, and a recurrent state can be restored at only
+        # The drafter may have states for fewer tokens, and a running state can be restored at only
         # a few positions.
         while (shared := self._cache.reusable(slot, sequence.reused)) < sequence.reused:
             sequence.reuse_prefix(previous, shared, self._drafter)
@@ -102,7 +102,7 @@ class PrefixCache:
         sequence.taken_at = time.monotonic()
 
     def _shared(self, slot: int, request: Request) -> tuple[int, int]:
-        """Returns how many tokens of a prompt a slot saves, and how many of its text would be lost."""
+        """Returns how many tokens of the prompt a slot saves, and how many tokens of its text would be lost."""
         previous = self._slots[slot]
         if previous is None:
             return 0, 0
@@ -113,9 +113,9 @@ class PrefixCache:
     def choose(self, request: Request, *, copies: bool = True) -> int:
         """Returns the idle slot for a request.
 
-        It is the slot that saves the most tokens, minus the worth of the tokens that a later
-        request could have reused. copies: a slot that copies tokens from another one saves nearly
-        as many as that, but needs memory. Raises ValueError if no slot is idle.
+        It is the slot that saves the most tokens, less the worth of the lost tokens, which a later
+        request could have reused. copies: slots may also copy tokens from another slot, which saves
+        nearly as many, but needs memory. Raises ValueError if no slot is idle.
         """
         shared = [self._shared(slot, request) for slot in range(len(self._slots))]
         longest = max(saved for saved, _ in shared)
@@ -134,7 +134,7 @@ class PrefixCache:
         return max(idle, key=gain)
 
     def restore(self, sequence: Sequence) -> Iterator[tuple[Sequence, None]]:
-        """Fills a sequence's slot with rows of its prompt, from another slot and the store; yields between parts."""
+        """Fills a sequence's slot with rows of its prompt from another slot and the store; yields after each part."""
         yield from self._fill(sequence, self._copied(sequence))
         if self._store is not None:
             before = sequence.reused
@@ -144,7 +144,7 @@ class PrefixCache:
     def _fill(
         self, sequence: Sequence, parts: Generator[Part | None]
     ) -> Iterator[tuple[Sequence, None]]:
-        """Puts consecutive parts of a prompt into its sequence's slot; None stands for a part that is not there yet."""
+        """Puts consecutive parts of a prompt into its sequence's slot; a part that is None has not been read yet."""
         prompt = list(sequence.request.prompt)
         filled = complete = False
         try:
@@ -161,7 +161,7 @@ class PrefixCache:
                     sequence.tokens = prompt[: part.end]
                 yield sequence, None
         finally:
-            # Without their states, the rows are of no use.
+            # Without the running states after them, the rows are useless.
             if filled and not complete:
                 self._cache.truncate(self.slot_of(sequence), 0)
                 sequence.reuse_prefix(None, 0, self._drafter)
@@ -169,7 +169,7 @@ class PrefixCache:
             self._resume(sequence)
 
     def _put(self, sequence: Sequence, part: Part) -> bool:
-        """Puts a part into the sequence's slot; returns True if the slot is then as after running its tokens.
+        """Puts a part into the sequence's slot; returns True if the slot is now as if the part's tokens had been run.
 
         Raises ValueError if the rows do not fit the cache.
         """
@@ -190,7 +190,7 @@ class PrefixCache:
         self._cache.truncate(self.slot_of(sequence), sequence.reused)
 
     def _copied(self, sequence: Sequence) -> Generator[Part | None]:
-        """Yields the rows of the prompt that another slot has, if it has more than the sequence's own."""
+        """Yields rows of the prompt from another slot, if that slot has more of them than the sequence's own slot."""
         limit = _limit(sequence.request)
         others = [
             (shared_length(other.tokens[:limit], sequence.request.prompt), slot)
@@ -206,14 +206,14 @@ class PrefixCache:
             return
         source = self._slots[slot]
         for start in range(sequence.reused // BLOCK * BLOCK, shared, BLOCK):
-            # Other requests may have taken or moved the slot meanwhile.
+            # Since the last part, other requests may have taken or moved the slot.
             if source is None or source not in self._slots:
                 return
             end = min(start + BLOCK, shared)
             yield Part(start, end, self._rows(source, start, end, states if end == shared else []))
 
     def _stored(self, sequence: Sequence, store: PrefixStore) -> Generator[Part | None]:
-        """Yields the rows of the prompt that the store has, if they are more than those of the slot."""
+        """Yields rows of the prompt from the store, if the store has more of them than the slot."""
         prompt = sequence.request.prompt[: _limit(sequence.request)]
         if len(prompt) < sequence.reused + MIN_GAIN:
             return
@@ -248,9 +248,9 @@ class PrefixCache:
 
     @torch.inference_mode()
     def store_next(self) -> bool:
-        """Gives the store one part of a text that it lacks, which a thread writes.
+        """Gives the store one segment of a text that the store lacks; a thread writes the segment.
 
-        Returns False if there is none, the store is busy, or the memory does not suffice.
+        Returns False if the store lacks nothing or is busy, or if memory is short.
         """
         if self._store is None or self._store.busy:
             return False
@@ -268,7 +268,7 @@ class PrefixCache:
 
     @torch.inference_mode()
     def save(self) -> None:
-        """Gives the store all parts that it lacks, and waits until they are written."""
+        """Gives the store all segments that it lacks, and waits until they are written."""
         if self._store is None:
             return
         for sequence in self._slots:
@@ -277,7 +277,7 @@ class PrefixCache:
         self._store.finish()
 
     def _save(self, sequence: Sequence, store: PrefixStore | None, *, waits: bool = False) -> None:
-        """Gives the store the parts of a text that it lacks, until it is busy. waits: wait then, and go on."""
+        """Gives the store the segments of a text that it lacks. waits: wait for a busy store, instead of ending."""
         if store is None:
             return
         for segment in self._lacking(sequence, store, ended=True):
@@ -288,9 +288,9 @@ class PrefixCache:
             self._write(sequence, store, segment)
 
     def _lacking(self, sequence: Sequence, store: PrefixStore, *, ended: bool) -> Iterator[Segment]:
-        """Yields the segments of a text that the store lacks. ended: include its last segment, which may be shorter.
+        """Yields the segments of a text that the store lacks. ended: include the last segment, which may be short.
 
-        Running states are stored after the prompt and at the end.
+        Running states are stored after the prompt and after the whole text.
         """
         block = store.block
         tokens = sequence.tokens
@@ -316,7 +316,7 @@ class PrefixCache:
                     yield segment
 
     def _write(self, sequence: Sequence, store: PrefixStore, segment: Segment) -> None:
-        """Gives the store copies of a segment's rows, if the states that it needs are there."""
+        """Gives the store copies of a segment's rows, unless the running states after the segment are lost."""
         slot = self.slot_of(sequence)
         states: list[Tensor] | None = []
         if len(segment.ids) == store.block:
@@ -332,7 +332,7 @@ class PrefixCache:
     # Slots
 
     def move_running_first(self) -> list[Sequence]:
-        """Moves the running sequences to the first slots, because passes run over these.
+        """Moves the running sequences to the first slots, because passes run over the first slots.
 
         Returns the running sequences in slot order.
         """
@@ -342,7 +342,7 @@ class PrefixCache:
         return running
 
     def move_to(self, first: int, sequences: list[Sequence]) -> None:
-        """Moves sequences to consecutive slots from `first` on, after those of running sequences."""
+        """Moves sequences to consecutive slots from `first` on, after the slots of running sequences."""
         for slot, sequence in enumerate(sequences, first):
             self._swap(slot, self._slots.index(sequence))
 
@@ -358,9 +358,9 @@ class PrefixCache:
         self._cache.truncate(slot, 0)
 
     def evict(self, but: int | None = None) -> bool:
-        """Drops the cached prefix that is worth least for its memory; returns False if there is none.
+        """Drops the cached prefix that is worth least for its memory; returns False if there is no prefix to drop.
 
-        The prefix goes to the store, and its memory is freed. but: a slot that keeps its prefix.
+        The prefix is written to the store, and its memory is freed. but: a slot that keeps its prefix.
         """
         values = dict[int, float]()
         for slot, previous in enumerate(self._slots):
@@ -385,12 +385,12 @@ class PrefixCache:
 
 
 def _limit(request: Request) -> int:
-    """Returns how many tokens of a prompt need not be run; at least the last one is left."""
+    """Returns how many tokens of a prompt may be reused. At least the last token must be run."""
     reuse = 0 if request.scores_prompt else request.reuse
     limit = len(request.prompt) - 1
     return limit if reuse is None else min(reuse, limit)
 
 
 def _worth(previous: Sequence) -> float:
-    """Returns how likely the text of a finished sequence is to be continued, by its age."""
+    """Returns how likely the text of a finished sequence is to be continued: 1 at first, less as it ages."""
     return 0.5 ** ((time.monotonic() - previous.taken_at) / HALF_LIFE_S)

@@ -1,4 +1,4 @@
-"""The file of a part of a cached prefix: a header, token ids, the arrays of the rows, and a digest of all of it."""
+"""The file of a part of a cached prefix: a header, token ids, the arrays of the rows, and a digest of all these."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAGIC = b"MEDUSA-PREFIX-2\n"
 PREAMBLE = struct.Struct("<16sI")
 MAX_HEADER = 1 << 16
 MAX_TOKENS = 1 << 16
-# The maximum size of an array, in which empty dimensions count as 1.
+# The maximum size of an array in numbers. Dimensions of size 0 count as 1.
 MAX_NUMBERS = 1 << 40
 DIGEST = 32
 # Arrays begin at multiples of this number of bytes.
@@ -51,7 +51,7 @@ class Rows:
 
 
 class Header(msgspec.Struct, forbid_unknown_fields=True):
-    """Begins a file: the key of the text before its tokens, how many tokens it has, and the kind of each array."""
+    """Holds the header of a file: the key of the text before its tokens, their number, and the kind of each array."""
 
     parent: str
     tokens: int
@@ -64,7 +64,7 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def write(path: Path, parent: str, ids: Sequence[int], rows: Rows) -> None:
-    """Writes the file of the tokens after the text with the key `parent`, completely or not at all."""
+    """Writes the file of the tokens that follow the text with the key `parent`, completely or not at all."""
     header = msgspec.json.encode(
         Header(
             parent,
@@ -97,8 +97,8 @@ def _aligned(begin: bytes, arrays: Sequence[Tensor]) -> Iterator[bytes | memoryv
 
 @contextmanager
 def opened(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
-    """Opens a regular file of a plausible size for reading; raises OSError or ValueError for others."""
-    # A pipe might never end, and a link might lead anywhere.
+    """Opens a regular file of at most `max_bytes` for reading; raises OSError or ValueError for any other file."""
+    # Reading a pipe might never end, and a link might lead anywhere.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(handle)
@@ -111,7 +111,7 @@ def opened(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
 
 
 def read_ids(file: BufferedReader) -> tuple[Header, tuple[int, ...]]:
-    """Returns the header and the token ids with which a file begins; raises ValueError if it does not."""
+    """Returns the header and the token ids at the beginning of a file; raises ValueError if they are damaged."""
     preamble = file.read(PREAMBLE.size)
     if len(preamble) < PREAMBLE.size:
         raise ValueError("it is cut off")
@@ -131,7 +131,7 @@ def read_ids(file: BufferedReader) -> tuple[Header, tuple[int, ...]]:
 
 
 def read(path: Path, max_bytes: int) -> tuple[Header, tuple[int, ...], Rows]:
-    """Returns a file's header, token ids and rows; raises OSError or ValueError for a file that is not whole."""
+    """Returns a file's header, token ids and rows; raises OSError or ValueError for a damaged or cut-off file."""
     with opened(path, max_bytes) as file:
         header, ids = read_ids(file)
         begin = file.tell()
@@ -164,7 +164,7 @@ def read(path: Path, max_bytes: int) -> tuple[Header, tuple[int, ...], Rows]:
 def _size_of(kind: Kind) -> int:
     """Returns the bytes of an array; raises ValueError for an unknown kind."""
     name, shape = kind
-    # The strides of an array without numbers may overflow, too.
+    # The strides of an empty array may overflow, too.
     widest = math.prod(max(1, each) for each in shape)
     if name not in TYPES or min(shape, default=0) < 0 or widest > MAX_NUMBERS or len(shape) > 8:
         raise ValueError(f"it has an array of the kind {name[:40]!r} {shape[:8]}")

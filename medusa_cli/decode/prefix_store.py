@@ -1,4 +1,4 @@
-"""Cached prefixes on disk: the rows of texts in files of BLOCK tokens, named by digests of the text so far."""
+"""Cached prefixes on disk: rows of texts in files of BLOCK tokens, each named by a digest of the text up to its end."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from medusa_cli.engine import Plan
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 
-# Tokens of a full file. The last file of a text, its tail, has fewer.
+# The number of tokens in a full file. The last file of a text, its tail, has fewer.
 BLOCK = 512
-# Texts of fewer tokens are not stored, and fewer tokens are not worth reading a file.
+# Texts of fewer than MIN_TOKENS tokens are not stored. A file that would save fewer than MIN_GAIN
+# tokens is not read.
 MIN_TOKENS = 256
 MIN_GAIN = 64
-# The maximum number of bytes that wait to be written; then nothing more is copied for the store.
+# If more bytes than this wait to be written, nothing more is copied for the store.
 MAX_PENDING = 256 << 20
-# Tokens that are run to find the bits and the kinds of rows.
+# The number of tokens that are run to find the bits and the kinds of rows.
 PROBE = 16
 NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})\.prefix")
 REMEDY = "give another folder, or leave it out"
@@ -40,10 +41,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Segment:
-    """Names tokens of a text that are in one file.
+    """Describes the tokens `ids` of a text that are in one file.
 
-    chain: the keys of the text before it, one after each block, from the root on. name: the file's,
-    which may have more tokens.
+    chain: the keys of the text before them, one after each block, from the root on. name: the
+    file's name; the file may have more tokens.
     """
 
     chain: tuple[str, ...]
@@ -66,13 +67,13 @@ class Segment:
 
     @property
     def names(self) -> list[str]:
-        """Returns the names of its file and of those before it, the last one first."""
+        """Returns the names of the segment's file and of the text's earlier files, the latest first."""
         before = zip(self.chain[:-1], self.chain[1:], strict=True)
         return [self.name, *[_name(parent, key) for parent, key in before][::-1]]
 
 
 def key_of(parent: str, ids: Sequence[int]) -> str:
-    """Returns the digest of a text. `parent`: the digest of the text before its last tokens."""
+    """Returns the digest of a text that ends with the tokens `ids`. `parent`: the digest of the text before them."""
     return sha256(parent.encode() + np.array(ids, "<i4").tobytes()).hexdigest()[:32]
 
 
@@ -84,12 +85,12 @@ class PrefixStore:
     """Keeps cached prefixes in a folder, which several servers may share.
 
     The first key of a text is a digest of everything that determines the bits of its rows, so files
-    of other models are not read. One thread reads the files, and another writes them. The least
-    recently used files are removed if all together are larger than `limit` bytes.
+    of other models are not read. One thread reads files, and another thread writes them. If all
+    files together have more than `limit` bytes, the least recently used are removed.
     """
 
     def __init__(self, folder: Path, limit: int, backbone: Backbone) -> None:
-        """Creates the folder; raises UsageError if it cannot be written, or if the engine's rows are not exact."""
+        """Creates the folder; raises UsageError if it cannot be written, or if the bits of rows depend on the pass."""
         if not backbone.engine.prompt_invariant:
             fault = f"@prefix_store needs the native engine, and the {backbone.engine.name} engine runs {backbone.id!r}"
             raise UsageError(fault, "leave it out, or use @engine native")
@@ -112,30 +113,27 @@ class PrefixStore:
 
     @torch.inference_mode()
     def _probe(self, backbone: Backbone) -> None:
-        """Runs a few tokens, whose rows show the size and the bits of rows.
-
-        root: the digest of the model and of its bits.
-        """
+        """Runs a few tokens to find the maximum size of a file, and `root`, the digest of the model and its bits."""
         tokens = torch.arange(1, PROBE + 1) * 7919 % backbone.vocab_size
         cache = backbone.engine.new_cache()
         out = backbone.engine.forward(Plan.chain(tokens, logits="last"), cache)
         states = cache.states_after(0, PROBE) or []
         rows = cache.rows(0, 0, PROBE)
-        # The place of the model's files, and their author, do not change the bits.
+        # The path of the model's files, and the transformers version that wrote them, change no bits.
         config = {**backbone.config.to_dict(), "_name_or_path": "", "transformers_version": ""}
         text = json.dumps(config, sort_keys=True, default=str)
         model = json.dumps([backbone.identity, backbone.engine.title, text], default=str)
         self.root = _digest(model, [*rows, *states, out.logits])
         per_token = sum(part.nbytes for part in rows) // PROBE
-        # Bytes for the header, and for the padding of arrays.
+        # The last term leaves bytes for the header and for the padding of arrays.
         self._max_bytes = BLOCK * per_token + sum(state.nbytes for state in states) + (1 << 20)
 
     # Reading
 
     def find(self, prompt: Sequence[int], above: int, stateful: bool) -> Future[list[Segment]]:
-        """Finds the segments with which a prompt begins, if they exceed `above` by MIN_GAIN tokens or more.
+        """Finds the segments that a prompt begins with, if they end at least MIN_GAIN tokens after `above`.
 
-        Segments that end within `above` are left out. stateful: the last one must have running states.
+        Segments that end at or before `above` are left out. stateful: the last segment must have running states.
         """
         return self._reader.submit(self._find, tuple(prompt), above, stateful)
 
@@ -157,9 +155,9 @@ class PrefixStore:
     def _with_tail(
         self, prompt: tuple[int, ...], blocks: list[Segment], chain: tuple[str, ...], stateful: bool
     ) -> list[Segment]:
-        """Returns blocks, and the part of another file that continues the prompt the furthest.
+        """Returns the blocks and, after them, the segment that continues the prompt the furthest.
 
-        With running states, the whole file is used, and it may follow fewer blocks.
+        If `stateful`, this segment is a whole file, and it may follow fewer blocks.
         """
         names = [match for match in map(NAME.fullmatch, self._names()) if match]
         for count in range(len(blocks), -1, -1):
@@ -178,7 +176,7 @@ class PrefixStore:
         return []
 
     def _shared(self, name: str, rest: tuple[int, ...], stateful: bool) -> tuple[int, ...] | None:
-        """Returns the tokens of a file with which the rest of a prompt begins; None if the file does not help."""
+        """Returns the tokens that a file shares with the rest of a prompt; None if the file cannot be used for it."""
         try:
             with opened(self.folder / name, self._max_bytes) as file:
                 header, ids = read_ids(file)
@@ -192,7 +190,7 @@ class PrefixStore:
         return ids[:shared] if useful else None
 
     def read(self, segment: Segment) -> Future[Rows | None]:
-        """Reads the rows of a segment's file, which may have more; None, and the file is removed, if it is damaged."""
+        """Reads all rows of a segment's file. If the file is damaged, the result is None, and the file is removed."""
         return self._reader.submit(self._read, segment)
 
     def _read(self, segment: Segment) -> Rows | None:
@@ -223,16 +221,16 @@ class PrefixStore:
 
     @property
     def busy(self) -> bool:
-        """Returns True if nothing more should be copied now."""
+        """Returns True if too many bytes wait to be written, so that nothing more should be copied now."""
         with self._lock:
             return sum(self._pending.values()) > MAX_PENDING
 
     def has(self, segment: Segment) -> bool:
-        """Returns True if a segment is written or waits to be."""
+        """Returns True if a segment is in the folder or waits to be written."""
         return segment.name in self._pending or os.path.lexists(self.folder / segment.name)
 
     def write(self, segment: Segment, rows: Rows) -> None:
-        """Writes a segment's rows, which must not change, in a thread."""
+        """Writes a segment's rows in a thread. The rows must not change."""
         with self._lock:
             self._pending[segment.name] = rows.nbytes
         self._writer.submit(self._write, segment, rows)
@@ -251,13 +249,13 @@ class PrefixStore:
                 del self._pending[segment.name]
 
     def _touch(self, segment: Segment) -> None:
-        """Marks a text as used; its first file becomes the newest, as the others cannot be used without it."""
+        """Marks a text as used. Its first file becomes the newest, because later files cannot be used without it."""
         for name in segment.names:
             with suppress(OSError):
                 os.utime(self.folder / name)
 
     def _evict(self) -> None:
-        """Removes the least recently used files while all together are too large."""
+        """Removes the least recently used files until all together are within the limit."""
         files = list[tuple[int, int, str]]()
         for name in self._names():
             with suppress(OSError):
@@ -272,7 +270,7 @@ class PrefixStore:
             left -= size
 
     def _names(self) -> list[str]:
-        """Returns the names of the folder's cached prefixes, also of other models."""
+        """Returns the names of the cached prefixes in the folder, including those of other models."""
         try:
             with os.scandir(self.folder) as entries:
                 return [entry.name for entry in entries if NAME.fullmatch(entry.name)]
