@@ -1,4 +1,4 @@
-"""Transformers' logits processors, as selected by the generation config and the request."""
+"""Transformers' logits processors, selected by the generation config and the request."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from medusa_cli.errors import UsageError, UserError, first_line, shown
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft
 
-# Fields of a generation config that generate() reads, with their neutral values. Processors apply
-# in every mode, warpers only in exact sampling.
+# Fields of a generation config that generate() reads, with their neutral values. PROCESSORS apply in
+# every mode, WARPERS only in exact sampling.
 PROCESSORS: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
@@ -54,8 +54,8 @@ WARPERS: dict[str, Any] = {
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
 }
-# Only the caller sets these: a model's generation config does not choose the sampling or the length
-# of the answer.
+# Only the caller sets these fields: a model's generation config does not choose the sampling or the
+# length of the answer.
 CALLERS: dict[str, Any] = {
     "do_sample": False,
     "temperature": 1.0,
@@ -64,7 +64,7 @@ CALLERS: dict[str, Any] = {
     "max_length": 20,
     "max_new_tokens": None,
 }
-# Not supported: other search methods, other stop criteria and additional model passes.
+# Fields that are not supported: other search methods, other stop criteria and additional passes.
 NOT_DONE: dict[str, Any] = {
     "num_beams": 1,
     "num_beam_groups": 1,
@@ -120,8 +120,8 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 class LogitsFields:
     """Holds the options that change single logits, named as in transformers; None selects the model's default.
 
-    presence_penalty, frequency_penalty: see AdditivePenalties. logit_bias: numbers added to the
-    logits of tokens; it replaces the model's sequence_bias.
+    presence_penalty, frequency_penalty: see AdditivePenalties. logit_bias: numbers to add to the
+    logits of tokens; they replace the model's sequence_bias.
     """
 
     repetition_penalty: float | None = None
@@ -183,7 +183,7 @@ def check_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
 
 
 MODELS_OWN = LogitsOptions()
-# Processors whose work the sampler does itself.
+# Processors that the sampler replaces with its own code.
 TRUNCATION = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 
 
@@ -211,9 +211,9 @@ class AdditivePenalties(LogitsProcessor):
 class SequenceProcessors:
     """Holds the logits processors of a sequence and its text so far.
 
-    Each new token is processed once, in order. truncates: in exact sampling, the processors include
-    temperature, top-k and top-p, because others follow these; else the sampler applies them, which
-    takes less time. grammar: the processor that follows a grammar, if there is one.
+    Each new token is processed once, in order. truncates: True if the processors include temperature,
+    top-k and top-p, because other processors follow these. Otherwise the sampler applies the three,
+    which takes less time. grammar: the processor that follows a grammar, if there is one.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class SequenceProcessors:
         return scores[0]
 
     def along(self, draft: Draft, nodes: Sequence[int], logits: Tensor) -> Tensor:
-        """Returns the processed logits [n, V] of some of a draft's nodes, each after the path to it.
+        """Returns the processed logits [n, V] of some nodes of a draft, each after the path from the root to the node.
 
         The root is the last token of the text.
         """
@@ -244,13 +244,13 @@ class SequenceProcessors:
         )
 
     def fork(self) -> SequenceProcessors:
-        """Returns the processors of another sequence with the same text, which has no answer yet."""
+        """Returns the processors for another sequence with the same prompt and no answer yet."""
         grammar = None if self._grammar is None else self._grammar.fork()
         own = [grammar if other is self._grammar else other for other in self._processors]
         return SequenceProcessors(LogitsProcessorList(own), self._text[0], grammar)
 
     def warm_up(self, vocabulary: int) -> None:
-        """Lets the processors compute the values now that they keep from their first call: biases, the first mask."""
+        """Lets the processors compute now what they otherwise compute in their first call: biases, the first mask."""
         scores = torch.zeros(1, vocabulary, device=self._text.device)
         for processor in self._processors:
             if isinstance(processor, SequenceBiasLogitsProcessor | GrammarProcessor):
@@ -262,7 +262,7 @@ class SequenceProcessors:
 
     @property
     def exhausted(self) -> bool:
-        """Returns True if the answer ended before its grammar did."""
+        """Returns True if the answer ended before its grammar was complete."""
         return self._grammar is not None and self._grammar.cuts_off(self._text)
 
     def forced(self) -> list[int]:
@@ -276,7 +276,7 @@ def generate_arguments(
     prompt_length: int,
     grammar: GrammarProcessor | LazyGrammarProcessor | None = None,
 ) -> dict[str, Any]:
-    """Returns the arguments with which transformers' generate decodes in the same way.
+    """Returns the arguments that make transformers' generate decode in the same way.
 
     All other settings come from the generation config.
     """
@@ -287,7 +287,7 @@ def generate_arguments(
     frequency = arguments.pop("frequency_penalty", 0.0)
     if presence or frequency:
         own.append(AdditivePenalties(prompt_length, presence, frequency))
-    # The grammar runs after all others except temperature and truncation, so that it decides last.
+    # The grammar runs after all other processors except temperature and truncation, so it decides last.
     if grammar is not None:
         own.append(grammar)
     if (bias := arguments.pop("logit_bias", None)) is not None:
@@ -322,8 +322,8 @@ def sequence_processors(
 ) -> SequenceProcessors | None:
     """Returns the logits processors that transformers' generate uses for a sequence.
 
-    Returns None if there would be only temperature, top-k and top-p. Raises UsageError for token
-    ids beyond the vocabulary, and UserError for an invalid generation config.
+    Returns None if the only ones are temperature, top-k and top-p. Raises UsageError for token ids
+    beyond the vocabulary, and UserError for an invalid generation config.
     """
     config = backbone.generation_config
     ends = sorted(stop_ids) or None
@@ -377,7 +377,7 @@ def check_generation_config(backbone: Backbone) -> None:
     config = backbone.generation_config
     for sampling in (Sampling(), Sampling("exact", 1.0)):
         processors = sequence_processors(backbone, [0], 1, backbone.eos_ids, sampling, MODELS_OWN)
-        # The answer's only token is both its first and its last, so processors for either run.
+        # The answer has one token, so the processors for its first and for its last token both run.
         try:
             processors and processors(torch.zeros(backbone.vocab_size))
         except Exception as reason:

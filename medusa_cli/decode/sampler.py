@@ -12,13 +12,13 @@ from medusa_cli.decode.processors import SequenceProcessors
 from medusa_cli.decode.sampling_options import Sampling
 from medusa_cli.device import upload
 
-# A nucleus is rarely larger than this. A top-k of this size takes a tenth of the time of sorting
-# the vocabulary.
+# A nucleus rarely has more tokens than this. Finding so many largest probabilities takes a tenth of
+# the time of sorting the vocabulary.
 NUCLEUS = 512
-# Up to FLAT weights are summed one by one; larger numbers are first summed in blocks of BLOCK.
+# Up to FLAT weights are summed one by one. More weights are first summed in blocks of BLOCK.
 FLAT = 2048
 BLOCK = 128
-# Devices without fp64, for which the host draws.
+# Devices without fp64. For these, the host draws the tokens.
 WITHOUT_DOUBLE = ("mps",)
 
 
@@ -41,9 +41,9 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | Non
 
 
 def nucleus(probs: Tensor, top_p: float | Tensor) -> Tensor:
-    """Sets probabilities outside the nucleus to zero. The input is in descending order.
+    """Returns probabilities, which are in descending order, with those outside the nucleus set to zero.
 
-    A token stays if the mass before it is below top_p, so the most likely token always stays.
+    A token stays if the sum before it is below top_p, so the most likely token always stays.
     """
     before = probs.cumsum(-1) - probs
     return probs.masked_fill((before >= top_p) & (before > 0), 0)  # fp32 may round top_p to 0
@@ -62,7 +62,7 @@ def _top_k(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 def _likeliest(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """Returns the largest probabilities, in descending order, that together reach top_p, and their token ids."""
-    # On a GPU, reading the sum costs more than sorting.
+    # On a GPU, reading the sum takes more time than sorting.
     if probs.device.type == "cpu" and probs.shape[-1] > NUCLEUS:
         best = probs.topk(NUCLEUS, dim=-1)
         if bool((best.values.sum(-1) > top_p).all()):
@@ -74,9 +74,9 @@ def _likeliest(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Returns the index [..] at which each uniform number [..] falls among weights [.., C].
 
-    The weights need not sum to one. Inverting the distribution takes one random number per row, whereas exponential
-    races take C. If there are more than FLAT weights, the block is located first, using the sums of the blocks. Running
-    sums in fp64 over all weights of many rows would be slow.
+    The weights need not sum to one. This method needs one random number per row, whereas exponential races need C. If
+    there are more than FLAT weights, the block is found first, from the sums of the blocks, because running sums in
+    fp64 over all weights of many rows would be slow.
     """
     size = weights.shape[-1]
     if size <= FLAT:
@@ -92,9 +92,9 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the index at which the running sum of weights [.., C] exceeds a target [.., 1], and the rest.
+    """Returns the first index at which the running sum of weights [.., C] exceeds a target [.., 1].
 
-    The rest is the target minus the sum before the index.
+    Also returns the rest of the target: the target minus the sum before the index.
     """
     summed = weights.cumsum(-1)
     # Rounding must not select a weight of zero or go beyond the last weight.
@@ -107,9 +107,9 @@ def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 class Sampler:
     """Chooses the tokens of one sequence, each with one uniform number from the sequence's random stream.
 
-    The numbers do not depend on the device or on drafts, so the seed alone determines the answer to
+    The numbers do not depend on the device or on drafts, so only the seed determines the answer to
     a request. `stream` selects the random stream; stream 0 uses the seed unchanged. processors:
-    change the logits first; None if there are none.
+    those that change the logits before a token is chosen; None if there are none.
     """
 
     def __init__(

@@ -11,15 +11,15 @@ from medusa_cli.errors import UsageError
 MODES = ("greedy", "exact", "typical")
 # Dividing logits by less than this may overflow fp32.
 MIN_TEMPERATURE = 1e-6
-# Above this temperature, the acceptance prior no longer changes.
+# The acceptance prior is the same for all temperatures above this.
 MAX_TEMPERATURE = 100.0
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Holds the mode, the temperature, truncation settings, epsilon and delta of typical acceptance, and the seed.
+    """Holds the mode, the temperature, the truncation (top_p, top_k, min_p) and the seed.
 
-    top_p, top_k, min_p: the truncation. A min_p of None selects the value in the model's generation config.
+    min_p: None selects the value in the model's generation config. epsilon, delta: those of typical acceptance.
     """
 
     mode: str = "greedy"
@@ -98,7 +98,7 @@ def sampling_of(
     random_seed: int | None,
     min_p: float | None = None,
 ) -> Sampling:
-    """Returns the sampling for these options. A temperature without a mode selects exact sampling.
+    """Returns the sampling for these options. A temperature above 0 without a mode selects exact sampling.
 
     Raises UsageError for a temperature with the mode "greedy", and for top-p, top-k or min-p without
     a temperature, because greedy decoding ignores them.
@@ -117,10 +117,10 @@ def sampling_of(
 
 
 def sampling_kind(sampling: Sampling) -> tuple[str, float]:
-    """Returns the name of a kind of sampling with similar acceptance, and its prior acceptance ratio.
+    """Returns the name of the kind of sampling, which groups options with similar acceptance, and a prior ratio.
 
-    The ratio is relative to greedy calibration. At higher temperatures, fewer draft tokens are
-    accepted. Top-p, top-k and min-p weaken this effect.
+    The prior is the expected ratio of acceptance to that of greedy calibration. At higher
+    temperatures, fewer draft tokens are accepted. Top-p, top-k and min-p weaken this effect.
     """
     if sampling.greedy:
         return "greedy", 1.0

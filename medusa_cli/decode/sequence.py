@@ -20,11 +20,11 @@ from medusa_cli.model import Backbone
 class Request:
     """Asks for the continuation of a prompt of token ids.
 
-    stop_ids: end tokens; None selects those of the model. stop_strings: for `Answer`, whose driver then cancels the
-    sequence. top: the number of most likely tokens to report with each token; None reports no log probabilities. reuse:
-    the number of first prompt tokens that may be served from cached rows; None means all. prompt_logprobs: also report
-    the prompt's tokens; max_new_tokens may then be 0. speculative: False selects plain decoding. Log probabilities are
-    those of the model, before logits_options and temperature, as in the OpenAI API and vLLM.
+    stop_ids: end tokens; None selects those of the model. stop_strings: `Answer` finds them, and its caller then
+    cancels the sequence. top: the number of most likely tokens to report with each token; None reports no log
+    probabilities. reuse: the number of the prompt's first tokens whose rows may come from the cache; None means all.
+    prompt_logprobs: also report the prompt's tokens; max_new_tokens may then be 0. speculative: False selects plain
+    decoding. Log probabilities are those before logits_options and temperature, as in the OpenAI API and vLLM.
     """
 
     prompt: abc.Sequence[int]
@@ -44,9 +44,9 @@ class Request:
 
 
 class StopCriteria:
-    """Truncates new tokens at the first stop token or limit; `Answer` finds stop strings.
+    """Truncates new tokens at the first stop token or at the limit; `Answer` finds stop strings.
 
-    `reason` is then "stop" or "length". left: the number of tokens that the answer may still have.
+    reason: None until the answer ends, then "stop" or "length". left: the number of tokens that may still follow.
 
     Raises UsageError for a limit below 1, or below 0 with prompt_logprobs. Raises UserError for a
     prompt that is empty or fills the context.
@@ -70,7 +70,7 @@ class StopCriteria:
         self.reason: str | None = None
 
     def truncate(self, tokens: abc.Sequence[int]) -> list[int]:
-        """Returns the tokens that belong to the answer, including its last one."""
+        """Returns the tokens that belong to the answer, including the stop token."""
         kept: list[int] = []
         for token in tokens[: self.left]:
             kept.append(token)
@@ -100,13 +100,13 @@ class Sequence:
 
     A finished sequence is the cached prefix of its slot. tokens: those whose rows are in the slot. root: the next
     token, which is decided but not yet in the cache. drafter: a fork with this sequence's state. prefilled: the prompt
-    has been run. unread: tokens that the drafter has not read; those of the last step, unless the drafter reads every
-    step. read: the number of tokens up to the last one that it has read. missed: there are tokens before the unread
-    ones whose states were not kept. draft: the draft policy's state for the sequence. reused: the number of prompt
-    tokens that the slot already held. longest: the maximum length of prompt and answer. taken_at: the time when it got
-    its slot. restored: the number of prompt tokens from the store. stored: the keys of the text after each block that
-    the store has, from its root on. stored_prompt: the store has the running states after the prompt. `number` selects
-    the random stream.
+    has been run. unread: the tokens that the drafter has not read: only those of the last step, unless the drafter
+    reads every step. read: the number of tokens up to the last token that the drafter has read. missed: the states of
+    tokens before the unread tokens were not kept. draft: the draft policy's state for the sequence. reused: the number
+    of prompt tokens that the slot already held. longest: the maximum length of prompt and answer. taken_at: the time
+    when the sequence got its slot. restored: the number of prompt tokens from the store. stored: the keys of the blocks
+    that the store has, from the store's root on. stored_prompt: the store has the running states after the prompt.
+    `number` selects the random stream.
     """
 
     root: int
@@ -144,7 +144,7 @@ class Sequence:
     def finish_reason(self) -> str | None:
         """Returns "stop", "length" or "cancelled", or None while the answer continues.
 
-        It is also "length" if a limit of the grammar library cut the answer off.
+        The reason is also "length" if a limit of the grammar library cut the answer off.
         """
         processors = self.sampler.processors
         cut_off = self.stop.reason == "stop" and processors is not None and processors.exhausted
@@ -160,7 +160,7 @@ class Sequence:
         return not self.stop.reason and self.prefilled
 
     def fork(self, request: Request) -> Sequence:
-        """Returns a sequence for a request that differs in its seed only, before any prefill; processors are shared."""
+        """Returns a sequence for a request that differs only in its seed, before any prefill; both share processors."""
         other = copy.copy(self)
         other.request = request
         other.stop = copy.copy(self.stop)
@@ -179,10 +179,10 @@ class Sequence:
         self.stop.reason = self.stop.reason or "cancelled"
 
     def reuse_prefix(self, held: Sequence | None, shared: int, drafter: Drafter | None) -> None:
-        """Takes over the first `shared` tokens of the finished sequence in a slot.
+        """Takes over the first `shared` tokens of the finished sequence `held` in a slot.
 
-        It takes over one token less if the drafter has to read the last one again. If the drafter
-        lacks more, it reads the last of them when it drafts.
+        If the drafter has to read the last of these tokens again, one token less is taken over. If
+        it has to read more tokens, it reads the last ones when it drafts.
 
         The method may be called again with a smaller number.
         """
@@ -222,7 +222,7 @@ class Sequence:
     def take_unread_part(self, count: int) -> NewTokens | None:
         """Returns the first `count` of the drafter's unread tokens, and marks them as read.
 
-        Returns None if there are no more than that, or none.
+        Returns None if there are at most `count` unread tokens.
         """
         if not self.unread:
             return None
@@ -247,7 +247,8 @@ class Sequence:
         )
         self.tokens += accepted.tokens
         self.root = accepted.bonus
-        # A drafter that reads every step may draft in the next turn, even if this request is plain.
+        # A drafter that reads every step may draft in the conversation's next turn, even if this
+        # request is decoded plainly.
         if not keep_states:
             self._miss()
         elif self.drafter is not None and self.drafter.reads_every_step:

@@ -7,34 +7,35 @@ from functools import cache
 
 from medusa_cli.tree.search import StepTimes
 
-# Decay of the evidence for a correction with each later step. A correction that rests on many
-# steps follows the latest one at a rate of 1 - DECAY.
+# The evidence for a correction loses weight by this factor with each later step. A correction that
+# rests on many steps follows the latest step at a rate of 1 - DECAY.
 DECAY = 0.93
-# The minimum weight of older evidence, in steps. It is higher for plain steps, which come one at a
-# time, than for steps that draft.
+# The minimum weight of older evidence, in steps. Plain steps need a higher weight than steps that
+# draft, because plain steps come one at a time.
 PLAIN_WEIGHT = 2.0
 DRAFTS_WEIGHT = 1.0
-# Plain steps are repeated until one changes their time by less than this share.
+# Plain steps are repeated until a step changes their expected time by less than this share.
 SETTLED = 0.05
 # A step that takes more than this multiple of its expected time is an outlier, unless the next step
 # is slow, too.
 OUTLIER_RATIO = 1.5
-# Steps after which the time of plain steps is out of date and one is due: at first, and later.
+# After this many steps, the time of plain steps is out of date, and a plain step is due: the first
+# time, and every later time.
 FIRST_CHECK = 16
 CHECK_STEPS = 64
-# Plain steps are checked at once if steps with drafts take less time than plain ones by this share.
+# A plain step is due at once if a step with drafts takes less time than a plain step by this share.
 QUICKER = 0.1
-# The minimum time of a row, in plain steps. Measured times may be lower, but later steps correct
-# them.
+# The minimum time of an additional row, as a share of a plain step. Measured times may be lower, but
+# later steps correct them.
 MIN_ROW = 0.002
-# The smallest correction of the time that drafts add.
+# The smallest factor by which the time that drafts add is corrected.
 MIN_CORRECTION = 0.05
-# Times are computed for lengths of texts that are multiples of this one.
+# Text lengths are rounded to multiples of this number to look up times.
 LENGTH = 256
 
 
 class Correction:
-    """Estimates the ratio of observed to measured seconds. The older its evidence, the more a new step counts.
+    """Estimates the ratio of observed to measured seconds. The older the evidence, the more a new step counts.
 
     least: the minimum weight of older evidence, in steps.
     """
@@ -43,7 +44,7 @@ class Correction:
         self.value = 1.0
         self._least = least
         self._weight = 0.0  # in steps
-        self._seen = 0  # the step at which it was last observed
+        self._seen = 0  # the step at which the ratio was last observed
 
     def update(self, ratio: float, step: int) -> float:
         """Learns a ratio observed at a step; returns the change of the value."""
@@ -56,7 +57,7 @@ class Correction:
 
 
 class StepCosts:
-    """Holds the step costs of all batch sizes, which all decoders that share them correct."""
+    """Holds the step costs of all batch sizes. Decoders may share them, and all of these correct them."""
 
     def __init__(self, step_times: StepTimes) -> None:
         self.measured = step_times.step
@@ -72,8 +73,8 @@ class StepCosts:
 class BatchCosts:
     """Estimates the times of steps at one batch size.
 
-    Two corrections apply to the measured times: one to those of plain steps, and one to the time
-    that drafts add. So a few steps with one tree correct the times of all trees.
+    Two corrections apply to the measured times: one to the time of a plain step, and one to the
+    time that drafts add. So a few steps with one tree correct the times of all trees.
     """
 
     def __init__(self, measured: Callable[[int, int, int, int], float], batch: int) -> None:
@@ -88,7 +89,7 @@ class BatchCosts:
         self._added = 0.0  # the measured seconds that the last step's drafts added
 
     def _measure(self, nodes: int, depth: int, length: int) -> tuple[float, float]:
-        """Returns the measured seconds of a plain step, and those that drafts add."""
+        """Returns the measured seconds of a plain step, and the seconds that drafts add."""
         plain = self._times(1, 0, self._batch, length)
         added = self._times(nodes, depth, self._batch, length) - plain
         return plain, max(added, MIN_ROW * (nodes - 1) * plain)
@@ -125,7 +126,7 @@ class BatchCosts:
             expected = self._plain.value * plain
             self._drafts.update((seconds - expected) / added, self._steps)
             if self._drafts.value * added < -QUICKER * expected:
-                self._since_plain = CHECK_STEPS  # plain steps must have become quicker, too
+                self._since_plain = CHECK_STEPS  # plain steps must also have become quicker
         else:
             self._record_plain(plain, seconds)
         self._added = added
@@ -135,7 +136,7 @@ class BatchCosts:
         change = self._plain.update(seconds / plain, self._steps)
         if abs(change) < SETTLED * before:
             self._since_plain = 0
-        if self._added:  # the last step drafted, so the time of such steps is known
+        if self._added:  # the last step drafted, so the time of steps with drafts is known
             self._drafts.value -= change * plain / self._added
         else:  # the machine's speed has changed
             self._drafts.value *= self._plain.value / before

@@ -26,24 +26,24 @@ from medusa_cli.progress import ShowProgress, show_nothing
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import StepTimes
 
-# Steps are timed after this many tokens, and after enough tokens that attention takes a part of the
-# time.
+# Steps are timed after CONTEXT tokens, and after LONG_CONTEXT tokens, where attention takes a
+# noticeable part of the time.
 CONTEXT = 256
 LONG_CONTEXT = 8192
 ROUNDS = 4
 LONG_ROUNDS = 2
 # Matmuls run in blocks of rows, so the cost rises in jumps. Small sizes are timed one by one.
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32, 48, 64)
-# The time of attention rises linearly.
+# After a long text, the time of attention rises linearly with the size, so fewer sizes are timed.
 LONG_SIZES = (1, 2, 4, 8, 16, 32)
 # The cache of a long text may take this share of the free memory.
 MEMORY_SHARE = 0.25
-# The maximum length of a sequence's answer, in tokens.
+# The maximum length of a timed sequence's answer, in tokens.
 ANSWER = 1024
-# Once a size costs this many times a plain step, larger sizes are not timed.
+# Once a step of some size takes this many times as long as a plain step, larger sizes are not timed.
 HOPELESS = 6.0
-# For sizes up to this one, only the last of several steps is timed: after a pass of another size,
-# the CPU caches hold other data.
+# For sizes up to REPEATED, only the last of REPEATS steps is timed, because after a pass of another
+# size, the CPU caches hold other data.
 REPEATED = 8
 REPEATS = 3
 WITHOUT = "no drafter"  # the stamp of step times without a drafter
@@ -52,9 +52,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KeptTimes:
-    """Holds step times in the timings file, after a short text and, if it fits, after a long one.
+    """Holds the step times in the timings file, after a short text and, if it was measured, after a long text.
 
-    busy: the time of the measurement if other programs used much of the CPU meanwhile.
+    busy: the time of the measurement, if other programs used much of the CPU during it.
     """
 
     verify: Curve
@@ -80,7 +80,7 @@ class KeptTimes:
 
 
 class NullDrafter(Drafter):
-    """Drafts random tokens; its steps cost as much as steps that draft only n-gram matches."""
+    """Drafts random tokens, so that its steps take as long as steps that draft only n-gram matches."""
 
     num_heads = 4
 
@@ -101,7 +101,7 @@ class NullDrafter(Drafter):
 
 
 class StepTimer:
-    """Times steps of one sequence, which begins again when it comes near the end of the context."""
+    """Times the steps of one sequence. Near the end of the context, the sequence begins again."""
 
     def __init__(
         self, backbone: Backbone, drafter: Drafter, show: ShowProgress = show_nothing
@@ -111,9 +111,9 @@ class StepTimer:
         self.decoder = Decoder(backbone, drafter)
         self._show = show
         self._steps = 0
-        # It drafts from extra rows of the previous verify pass.
+        # A drafter that uses the verify pass drafts from extra rows of the previous pass.
         self._passes = 2 if drafter.uses_verify_pass else 1
-        # A step accepts at most one token per head and one more.
+        # A step adds at most one token per head and the bonus token.
         self._room = self._passes * (drafter.num_heads + 1)
         self._context = 1
         self._sequence: DecodedSequence | None = None
@@ -124,10 +124,10 @@ class StepTimer:
         return max(1, self.backbone.max_positions - self._room - 1)
 
     def measure(self, context: int, rounds: int, sizes: Sequence[int]) -> StepTimes:
-        """Returns the times after `context` tokens: the minimum of the rounds, as disturbances only add time."""
+        """Returns the times after `context` tokens: the minima over the rounds, as disturbances only add time."""
         self._context = context
         heads = self.drafter.num_heads
-        # A head cannot make more guesses.
+        # A head cannot make more guesses than its vocabulary has tokens.
         known = len(getattr(self.drafter, "draft_ids", ())) or self.backbone.vocab_size
         chains = {depth: policy_of(Tree.chain(depth)) for depth in range(1, heads + 1)}
         bushy = {nodes: policy_of(_bushy(nodes, heads)) for nodes in sizes if nodes <= known}
@@ -163,7 +163,7 @@ class StepTimer:
         prompt = min(self._context, CONTEXT, self.longest)
         tokens = random_tokens(prompt, self.backbone.vocab_size, 0).tolist()
         answer = self.backbone.max_positions - prompt
-        # The prompt is still cached from the last sequence: only its last token is run again.
+        # The prompt is still cached from the last sequence, so only the prompt's last token is run.
         self._sequence, _ = self.decoder.admit(Request(tokens, min(answer, ANSWER), stop_ids=()))
         if self._context > prompt:
             self.decoder.policy = policy_of(Tree.chain(1))
@@ -171,14 +171,14 @@ class StepTimer:
             self._lengthen(self._sequence, self._context)
 
     def _lengthen(self, sequence: DecodedSequence, length: int) -> None:
-        """Makes a text longer by tokens that are not run, because the times of steps do not depend on its rows."""
+        """Extends a text with tokens that are not run, because the values of its rows do not change step times."""
         missing = length - len(sequence.tokens)
         self.decoder.cache.lengthen(0, length)
         sequence.tokens += [0] * missing
         sequence.unread = [replace(new, start=new.start + missing) for new in sequence.unread]
 
     def _step(self, policy: DraftPolicy) -> Step:
-        """Takes a step, in a new sequence if this one is too long."""
+        """Takes a step, in a new sequence if the current sequence is too long."""
         sequence = self._sequence
         assert sequence is not None
         left = min(self.backbone.max_positions - len(sequence.tokens) - 1, sequence.stop.left)
@@ -203,8 +203,8 @@ def measure_step_times(
 ) -> StepTimes:
     """Measures step times by tree size, and draft times by number of levels, after `context` tokens.
 
-    If the model and the memory allow, it also measures some after LONG_CONTEXT tokens. Most of these
-    are not run: they only have rows in the caches.
+    If the model and the memory allow, some sizes are also timed after LONG_CONTEXT tokens, most of
+    which are not run: they only have rows in the caches.
     """
     timer = StepTimer(backbone, drafter, show)
     times = timer.measure(min(context, timer.longest), rounds, sizes)
@@ -229,7 +229,7 @@ def step_times_for(
 ) -> StepTimes:
     """Returns a drafter's step times on this machine, either from the timings file or measured now and stored.
 
-    Without a drafter, they cover only the passes of the backbone. Times from a busy machine are
+    Without a drafter, the times cover only the backbone's passes. Times from a busy machine are
     measured again after an hour.
     """
     stamp = WITHOUT if drafter is None else stamp
@@ -254,7 +254,7 @@ def step_times_for(
     )
     if stamp is not None:
         keep_timings(key, KeptTimes.of(step_times, busy))
-    # A thread that waits for a GPU also seems to be disturbed.
+    # A thread that waits for a GPU looks as if other programs disturbed it, so only CPUs are reported.
     if busy is not None and backbone.device.type == "cpu":
         log.warning(
             "other programs used much of the processor while steps were timed, so the tree may not be the best; "

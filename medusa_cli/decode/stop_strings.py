@@ -1,4 +1,4 @@
-"""Stop strings: one automaton finds all of them in an answer's text, in time that does not depend on their number."""
+"""Stop strings, all found in an answer's text by one automaton, in time that does not depend on their number."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,8 @@ from medusa_cli.model import Backbone
 class Automaton:
     """Finds many strings in a text, character by character (Aho and Corasick, 1975).
 
-    A state stands for the longest end of the text that begins one of the strings. depths: that
-    end's length, by state. matches: the length of the longest string that ends there, or 0.
+    A state stands for the longest end of the text that is the beginning of a string. depths: the
+    length of this end, by state. matches: the length of the longest string that is complete, or 0.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -34,7 +34,7 @@ class Automaton:
         self.matches[state] = len(text)
 
     def _link(self) -> None:
-        """Links each state to that of the longest proper end of its text; shorter states come first."""
+        """Links each state to the state of the longest proper end of its text. Shorter states are linked first."""
         self._shorter = [0] * len(self._next)
         todo = deque(self._next[0].values())
         while todo:
@@ -61,13 +61,13 @@ class Automaton:
             place = state
             while length := self.matches[place]:
                 yield text[end - length : end]
-                # The next shorter string that ends here.
+                # Go to the state in which the next shorter string may end here.
                 while self.depths[place] >= length:
                     place = self._shorter[place]
 
 
 class StopStrings:
-    """Holds the stop strings of a request, compiled once for all its answers.
+    """Holds the stop strings of a request, compiled once for all its answers. `Answer` holds back their beginnings.
 
     named: the special tokens in the stop strings.
     """
