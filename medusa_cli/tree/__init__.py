@@ -1,4 +1,4 @@
-"""Draft trees: static and dynamic trees, the search for the best one, files and drawings."""
+"""Draft trees: static and dynamic trees, the search for the best static tree, tree files and drawings."""
 
 from medusa_cli.tree.dynamic import DynamicTree, Prices, TreeBuilder
 from medusa_cli.tree.tree import Draft, Growth, Tree

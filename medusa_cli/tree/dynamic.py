@@ -10,10 +10,11 @@ from medusa_cli.tree.tree import Tree
 
 @dataclass(frozen=True)
 class Prices:
-    """Holds the costs of drafting, in draft tokens that must be accepted to make up for them.
+    """Holds the costs of drafting, in the number of accepted draft tokens that makes up for each cost.
 
-    passes: the cost of a pass over 1, 2, .. nodes per sequence, compared to the root alone. levels:
-    the cost of drafting 1, 2, .. levels. hits: the probability that a head's best guess is right.
+    passes: the added cost of a pass over 1, 2, .. nodes per sequence, relative to a pass over only
+    the root. levels: the cost of drafting 1, 2, .. levels. hits: the probability that each head's
+    best guess is right.
     """
 
     passes: tuple[float, ...]
@@ -21,11 +22,11 @@ class Prices:
     hits: tuple[float, ...]
 
     def with_rows(self, rows: int) -> "Prices":
-        """Returns the prices in a pass that has `rows` more rows."""
+        """Returns the prices for a pass that also has `rows` other rows per sequence."""
         return replace(self, passes=self.passes[rows:])
 
     def best_size(self, chances: Sequence[Sequence[float]]) -> int:
-        """Returns the number of nodes per sequence with the highest expected acceptance, less their price.
+        """Returns the number of nodes per sequence for which expected acceptance less price is highest.
 
         chances: for each sequence, the probabilities of acceptance of its nodes below the root, highest first.
         """
@@ -45,10 +46,11 @@ class Prices:
     def worth_extending(
         self, head: int, size: int, chances: Sequence[Sequence[float]]
     ) -> list[list[bool]]:
-        """Returns for each node of a level whether its children are worth drafting with a head.
+        """Returns, for each node of a level, True if its children are worth drafting with a head.
 
         size: the number of nodes per sequence that pay so far. chances: for each sequence, the
-        probabilities of acceptance of the level's nodes. A whole level must pay for its drafting.
+        probabilities of acceptance of the level's nodes. The next level as a whole must make up for
+        the time that drafting it takes.
         """
         if head >= min(len(self.levels), len(self.hits)) or size >= len(self.passes):
             return [[False] * len(own) for own in chances]
@@ -64,7 +66,7 @@ class DynamicTree:
     """Limits a tree that grows in each step: at most `budget` nodes including the root.
 
     A head's confidences are its softmax at its own temperature (1 by default), which `calibrate`
-    fits. With prices, the tree grows only as long as that pays.
+    fits. With prices, the tree grows only as long as growth pays.
     """
 
     budget: int
@@ -84,8 +86,8 @@ class DynamicTree:
 class TreeBuilder:
     """Grows the tree of one step level by level; the best `budget - 1` candidates stay.
 
-    A node's value is the product of the confidences along its path, and never more than its parent's. So if a node is
-    among the best, its ancestors are, too. GrowingTrees does the same with tensors, which is slower on a CPU.
+    A node's value is the product of the confidences along its path, so it is never above its parent's value. If a node
+    is among the best, so are its ancestors. GrowingTrees does the same with tensors, which is slower on a CPU.
     """
 
     def __init__(self, limits: DynamicTree, root: int) -> None:
@@ -112,9 +114,9 @@ class TreeBuilder:
         log_p: Sequence[Sequence[float]],
         tokens: Sequence[Sequence[int]],
     ) -> list[int]:
-        """Adds children to `nodes`, given the children's log confidences, best first, and tokens.
+        """Adds children to `nodes`; returns the children that may stay.
 
-        Returns the children that may stay.
+        log_p, tokens: for each node, its children's log confidences and tokens, best first.
         """
         first = len(self._values)
         for node, row, guesses in zip(nodes, log_p, tokens, strict=True):
@@ -129,7 +131,7 @@ class TreeBuilder:
                 self.tokens.append(token)
         limit = self._limits.budget - 1
         if len(self._values) - 1 > limit:
-            # Nodes with equal values all stay; `tree` drops those beyond the budget.
+            # Nodes that tie with the last node within the budget stay; `tree` drops the excess.
             self._floor = sorted(self._values[1:], reverse=True)[limit - 1] if limit else math.inf
         return [
             node for node in range(first, len(self._values)) if self._values[node] >= self._floor
@@ -137,7 +139,7 @@ class TreeBuilder:
 
     def tree(self, size: int) -> tuple[Tree, list[int]]:
         """Returns the tree of the best `size` nodes, including the root, and their tokens."""
-        # The sort is stable: among equal nodes, the earlier one comes first, which is never deeper.
+        # The sort is stable: of two equal nodes, the earlier, which is never deeper, comes first.
         best = sorted(range(1, len(self._values)), key=lambda node: -self._values[node])
         kept = [0, *sorted(best[: size - 1])]
         return Tree.select(self.parents, self._ranks, kept), [self.tokens[node] for node in kept]

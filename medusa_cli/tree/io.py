@@ -8,7 +8,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.files.io import convert, read_json, write_json
 from medusa_cli.tree.tree import Tree
 
-# A step verifies all nodes at once with an N x N mask: no machine benefits from more nodes.
+# A step verifies all N nodes at once, with an N x N mask. No machine benefits from more nodes.
 MAX_NODES = 1024
 REMEDY = "make one with `medusa tree`, or give a list of rank paths"
 
@@ -27,7 +27,7 @@ class TreeProvenance:
 
 @dataclass(frozen=True)
 class TreeFile:
-    """Holds the content of a tree file: parents and ranks, or rank paths under one of two names."""
+    """Holds the content of a tree file: parents and ranks, or rank paths (`choices` or `medusa_choices`)."""
 
     parents: list[int] | None = None
     ranks: list[int] | None = None

@@ -1,4 +1,4 @@
-"""Triton kernels of draft trees on a GPU, one program a tree; their twins are in `tree.tensors` and `decode.accept`."""
+"""Triton kernels of draft trees, one program per tree; their twins in torch: `tree.tensors` and `decode.accept`."""
 
 # mypy: disable-error-code="misc, no-untyped-def, no-untyped-call"
 
@@ -19,7 +19,7 @@ KNOWN = tl.constexpr(float("inf"))
 
 @triton.jit
 def value_of(c, inside, nodes, scores, log_p, grows, N: tl.constexpr, W: tl.constexpr):
-    """Returns the values of N nodes and, after them, of their W children each; those of the depth `grows` have some."""
+    """Returns the values of N nodes and, after them, of W children of each node; only depth `grows` has children."""
     is_child = c >= N
     node = tl.where(is_child, (c - N) // W, c)
     if scores is None:
@@ -57,7 +57,7 @@ def grow_kernel(
     BN: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Keeps the best of a tree's nodes and their children, as many as its outline has; see `GrowingTrees.extend`."""
+    """Keeps the best of a tree's nodes and children, as many as the outline has nodes; see `GrowingTrees.extend`."""
     b = tl.program_id(0).to(tl.int64)
     outline += b * of_outline
     nodes += b * of_nodes
@@ -75,7 +75,7 @@ def grow_kernel(
     grows = tl.where(head < levels, head, -1)
     c = tl.arange(0, BC)
     value = value_of(c, c < N + N * W, nodes, scores, log_p, grows, N, W)
-    # Integers in the order of the values, and the largest bound that `size` of them reach.
+    # Keys are integers in the order of the values. The bound is the largest that `size` keys reach.
     bits = value.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
     bound = tl.full((), 0, tl.int64)
@@ -84,7 +84,7 @@ def grow_kernel(
         reached = tl.sum((key >= bound + step).to(tl.int32), 0)
         bound = tl.where(reached >= size, bound + step, bound)
         step = step // 2
-    # Among equal values, the earlier node comes first, which is never deeper.
+    # Of two nodes with equal values, the earlier, which is never deeper, comes first.
     tied = (key == bound).to(tl.int32)
     left = size - tl.sum((key > bound).to(tl.int32), 0)
     kept = (key > bound) | ((tied > 0) & (tl.cumsum(tied, 0) <= left))
@@ -122,7 +122,7 @@ def grow_kernel(
 
 
 class KernelTrees(GrowingTrees):
-    """Grows dynamic trees by one kernel a level."""
+    """Grows dynamic trees with one kernel per level."""
 
     def extend(self, head: int, log_p: Tensor, ids: Tensor) -> Tensor:
         size, _, count = self.nodes.shape
@@ -173,7 +173,7 @@ def longest_path_kernel(
     BN: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """Follows the tokens chosen after each node of one tree."""
+    """Finds the accepted path of one tree; see `accept.longest_path`."""
     b = tl.program_id(0).to(tl.int64)
     chosen += b * N
     tokens += b * of_tokens
@@ -188,7 +188,8 @@ def longest_path_kernel(
     square = inside[:, None] & inside[None, :]
     sees = tl.load(mask + n[:, None] * N + n[None, :], mask=square, other=0) > 0
     missed = tl.max((sees & misses[None, :]).to(tl.int32), 1)
-    # The deepest accepted node wins, or the first of several; the root is always accepted.
+    # The path ends at the deepest accepted node, or at the first of several equally deep nodes. The
+    # root is always accepted.
     worth = tl.load(depth + b * of_nodes + n, mask=inside, other=0) * BN + (BN - 1 - n)
     best = tl.max(tl.where((missed == 0) & (parent != PADDING), worth, 0), 0)
     count = best // BN + 1
@@ -201,7 +202,7 @@ def longest_path_kernel(
     place = tl.cumsum(here.to(tl.int32), 0) - 1
     tl.store(path + place, n, mask=here > 0)
     tl.store(path + P + place, token, mask=here > 0)
-    # Beyond the end of a path, every row keeps its place.
+    # Beyond the end of a path, each entry is its own index, so that the cache row stays in place.
     p = tl.arange(0, BP)
     rest = (p >= count) & (p < P)
     tl.store(path + p, p, mask=rest)
@@ -211,7 +212,7 @@ def longest_path_kernel(
 def longest_path(
     chosen: Tensor, tokens: Tensor, depth: Tensor, parents: Tensor, tree_mask: Tensor, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the results of `accept.longest_path`, in one launch."""
+    """Returns the results of `accept.longest_path`, computed by one kernel."""
     size, count = tokens.shape
     results = tokens.new_empty(size, 2 + 2 * length)
     on_path = torch.empty(size, count, dtype=torch.bool, device=tokens.device)

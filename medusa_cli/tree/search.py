@@ -1,4 +1,4 @@
-"""Search for the best sparse tree, based on each head's accuracies (Medusa, section 3.3.3)."""
+"""The search for the best sparse tree, given each head's accuracies (Medusa, section 3.3.3)."""
 
 import heapq
 from bisect import bisect_left
@@ -15,14 +15,14 @@ def search(accuracies: Accuracies, budget: int) -> Tree:
     """Returns the tree of `budget` nodes, including the root, with the greatest expected length.
 
     accuracies[k][i] is the probability that guess i of head k is right. If heads are independent, a node's value is the
-    product along its path. A child is never worth more than its parent, so taking the best node each time is optimal.
-    Raises UsageError for a budget below 1 or above the number of possible nodes.
+    product of these along its path. A child is never worth more than its parent, so adding the best node each time is
+    optimal. Raises UsageError for a budget below 1 or above the number of possible nodes.
     """
     possible = largest(accuracies)
     if not 1 <= budget <= possible:
         fault = f"@budget {budget} is not valid"
         raise UsageError(fault, f"these heads allow 1 to {possible:,} nodes, the root included")
-    # Ranks by descending accuracy: measured accuracies need not decrease strictly with the rank.
+    # Ranks by descending accuracy, because measured accuracies need not decrease with the rank.
     order = [sorted(range(len(head)), key=lambda i: (-head[i], i)) for head in accuracies]
     parents = [-1]
     ranks = [0]
@@ -51,7 +51,7 @@ def search(accuracies: Accuracies, budget: int) -> Tree:
 
 
 def largest(accuracies: Accuracies) -> int:
-    """Returns the number of nodes, including the root, in the full tree over these heads and ranks."""
+    """Returns the number of nodes, including the root, in the full tree of these heads and ranks."""
     total = level = 1
     for head in accuracies:
         level *= len(head)
@@ -81,7 +81,8 @@ def expected_length(tree: Tree, accuracies: Accuracies) -> float:
     return sum(node_values(tree, accuracies))
 
 
-# Sizes up to this one are tried one by one, larger sizes in strides: matmuls run in blocks of rows.
+# Sizes up to DENSE_SIZES are tried one by one, and larger sizes in strides, because matmuls run in
+# blocks of rows.
 DENSE_SIZES = 20
 STRIDE = 4
 
@@ -92,7 +93,7 @@ class StepTimes:
 
     Verification time covers the pass, acceptance and the cache update. A drafter that drafts all levels at once takes
     the same time at every depth. context: the number of tokens before the step. longer: the times after more tokens,
-    where attention takes more of a step; None if they are not known.
+    where attention takes a larger part of a step; None if they are not known.
     """
 
     verify: Mapping[int, float]
@@ -137,7 +138,7 @@ class TimedTree(SizedTree):
 
 
 def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
-    """Returns the best tree of each size worth trying, with as many heads as are worth their cost.
+    """Returns, for each size worth trying, the tree with the most tokens per second over all numbers of heads.
 
     The first tree is only the root.
     """
@@ -158,7 +159,7 @@ def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
 
 
 def interpolate(points: Mapping[int, float], x: int) -> float:
-    """Returns the value at x: linear between points, and extrapolated beyond them with the last slope."""
+    """Returns the value at x, which is linear between points, and beyond the last point has the last slope."""
     known = sorted(points)
     if len(known) == 1 or x <= known[0]:
         return points[known[0]]
@@ -166,5 +167,5 @@ def interpolate(points: Mapping[int, float], x: int) -> float:
     low = known[after - 1]
     high = known[after]
     slope = (points[high] - points[low]) / (high - low)
-    # Noise may make the slope negative, but a larger step is never cheaper.
+    # Noise may make the last slope negative, but a larger step never takes less time.
     return points[high] + (max(slope, 0.0) if x > high else slope) * (x - high)

@@ -1,6 +1,6 @@
 """Draft trees as tensors of fixed shapes: static trees are filled, dynamic trees grow.
 
-Nothing here reads the value of a tensor or derives a shape from one, so CUDA graphs can capture it.
+No function here reads the value of a tensor, nor does a shape depend on one, so CUDA graphs can capture all of them.
 """
 
 from functools import cache, lru_cache
@@ -14,22 +14,22 @@ from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD, Tree
 
 
 class TreeTensors:
-    """Holds B static trees of up to N nodes; each node receives its head's guess of the node's rank.
+    """Holds B static trees of up to N nodes. Each node receives the guess with the node's rank from its head.
 
     nodes [B, 4, N]: depths, parents, ranks and tokens; mask bool [B, N, N]: each node sees itself
     and its ancestors. A padding node has depth 0 and the parent PADDING. A node that is still to be
-    drafted has the token UNREAD. grows: levels change more than tokens.
+    drafted has the token UNREAD. grows: True if a new level changes more than tokens.
     """
 
     grows = False
 
     def __init__(self, nodes: Tensor, mask: Tensor) -> None:
         self.take(nodes, mask)
-        # What levels share: parents, their rows, ranks among the guesses, and the depths of UNREAD nodes.
+        # Shared by all levels: parents, their rows, ranks among the guesses, and the depths of UNREAD nodes.
         self._shared: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def take(self, nodes: Tensor, mask: Tensor) -> None:
-        """Takes other nodes and masks."""
+        """Replaces the nodes and masks."""
         self.nodes = nodes
         self.tokens = nodes[:, 3]
         self.mask = mask
@@ -56,9 +56,10 @@ class TreeTensors:
         return None
 
     def extend(self, head: int, log_p: Tensor, ids: Tensor) -> Tensor:
-        """Adds a head's log confidences and tokens [B, N or 1, W], best first, below the nodes at its depth.
+        """Adds a head's guesses below the nodes at the head's depth.
 
-        Returns the row [B * N] that each node's parent had before among the nodes of all trees.
+        log_p, ids [B, N or 1, W]: the log confidences and tokens of the guesses, best first. Returns, for each node,
+        the row [B * N] that its parent had before this call among the nodes of all trees.
         """
         if self._shared is None:
             parents = self.parents.clamp(min=0)
@@ -75,11 +76,11 @@ class TreeTensors:
 
 
 class GrowingTrees(TreeTensors):
-    """Grows B dynamic trees in place of the UNREAD nodes of static ones (see `outline`).
+    """Grows B dynamic trees in place of the UNREAD nodes of static trees (see `outline`).
 
-    As many nodes stay as the static trees have. They are the most likely ones of all levels, chosen
-    as in TreeBuilder. Nodes with known tokens stay and get no children. A grown sibling may hold
-    the same token as such a node; the longer path is accepted.
+    As many nodes stay as the static trees have: the most likely nodes of all levels, chosen as in
+    TreeBuilder. Nodes with known tokens stay and get no children. A grown sibling may hold the same
+    token as a node with a known token; the longer path is then accepted.
     """
 
     grows = True
@@ -107,8 +108,8 @@ class GrowingTrees(TreeTensors):
         own = self._begin() if self._values is None else self._values
         below = self._open[..., None] + log_p  # [B, N, W]
         values = torch.cat([own, below.flatten(1), lowest.expand(size, 1)], dim=1)
-        # The sort is stable: among equal values, the earlier node comes first, which is never
-        # deeper.
+        # The sort is stable: of two nodes with equal values, the earlier, which is never deeper, comes
+        # first.
         best = values.sort(dim=1, descending=True, stable=True)
         lost = best.values[:, :count] <= self._least
         # Parents come before their children.
@@ -140,7 +141,7 @@ class GrowingTrees(TreeTensors):
         is_root = self.parents == ROOT_PARENT
         levels = (self.depth * unread).amax(1, keepdim=True)
         self._complete = levels <= numbered(self.depth.shape[1], self.depth.device)
-        # The values of the nodes whose children come next. The logarithm is 0 for True, and -inf for False.
+        # The values of the nodes that get children next. The logarithm is 0 for True, and -inf for False.
         self._open = (is_root & (levels > 0)).log()
         # Padding comes last, and no node takes its place.
         self._least = absent.log()
@@ -159,10 +160,10 @@ def _first_rows(size: int, count: int, device: torch.device) -> Tensor:
 def _constants(
     count: int, width: int, head: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns what no step has to make again for N nodes of W children each.
+    """Returns the constants that all steps share, for N nodes with W children each.
 
-    These are -inf, the mask [N, N] of nodes that see only themselves, the depths, parents and ranks of a head's
-    children [1, 3, N, W], and the fields of a node that is nowhere [1, 4, 1].
+    The constants are -inf, the mask [N, N] of nodes that see only themselves, the depths, parents and ranks of a
+    head's children [1, 3, N, W], and the fields of a padding node [1, 4, 1].
     """
     every = torch.arange(count, device=device)
     ranks = torch.arange(width, device=device).expand(count, -1)
@@ -174,7 +175,7 @@ def _constants(
 
 @lru_cache(maxsize=256)
 def outline(tree: Tree | DynamicTree) -> Tree:
-    """Returns a static tree with the maximum nodes and levels of a dynamic one: a chain and leaves."""
+    """Returns a static tree, a chain and leaves, with a dynamic tree's maximum numbers of nodes and of levels."""
     if isinstance(tree, Tree):
         return tree
     chain = min(tree.max_depth, tree.budget - 1)

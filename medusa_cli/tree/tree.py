@@ -10,7 +10,7 @@ from torch import Tensor
 
 # Stands for a token that the host does not know.
 UNREAD = -1
-# Parents of the root and of padding nodes in trees stored as tensors.
+# The parents of the root and of padding nodes, in trees that are stored as tensors.
 ROOT_PARENT = -1
 PADDING = -2
 
@@ -80,7 +80,7 @@ class Tree:
 
     @classmethod
     def select(cls, parents: Sequence[int], ranks: Sequence[int], nodes: Sequence[int]) -> "Tree":
-        """Returns the tree of the selected nodes, which are in ascending order and include their parents."""
+        """Returns the tree of the selected nodes. `nodes` is in ascending order and includes each node's parent."""
         index = {node: i for i, node in enumerate(nodes)}
         return cls(
             tuple(index[parents[node]] if node else -1 for node in nodes),
@@ -137,7 +137,7 @@ class Tree:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the children of every node, in order."""
+        """Returns the children of every node, in ascending order."""
         children: list[list[int]] = [[] for _ in self.parents]
         for node, parent in enumerate(self.parents):
             if parent >= 0:
@@ -185,7 +185,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Growth:
-    """Holds the number of tokens expected to be accepted from a grown tree, and the number of levels drafted for it."""
+    """Holds how many draft tokens of a grown tree are expected to be accepted, and how many levels were drafted."""
 
     expected: float
     levels: int
@@ -216,7 +216,7 @@ class Draft:
         return ids
 
     def first(self, nodes: int) -> "Draft":
-        """Returns the draft of the first `nodes` nodes; parents come before their children."""
+        """Returns the draft of only the first `nodes` nodes, which include the parents of all of them."""
         tree = Tree(self.tree.parents[:nodes], self.tree.ranks[:nodes])
         return Draft(self.tokens[:nodes], tree, self.looked_up, self.growth)
 
@@ -227,9 +227,9 @@ def unread_draft(root: int, tree: Tree) -> Draft:
 
 
 def batch_drafts(drafts: Sequence[Draft]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the tokens [B, N], depths and masks of B drafts for one pass, padded to the largest.
+    """Returns the tokens [B, N], depths and masks of B drafts for one pass, padded to the largest tree.
 
-    Depths are [N] and the mask is [N, N] if all trees are equal. Otherwise they are [B, N] and [B,
+    If all trees are equal, depths are [N] and the mask is [N, N]. Otherwise they are [B, N] and [B,
     N, N]. A padding node sees only itself, and no other node sees it.
     """
     first = drafts[0].tree
