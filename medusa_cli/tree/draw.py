@@ -84,7 +84,7 @@ def draw_nodes(axes: Any, tree: Tree, values: Sequence[float]) -> None:
 
 
 def columns(tree: Tree) -> list[float]:
-    """Returns the horizontal position of each node: leaves stand in order, each parent in the middle of its children."""
+    """Returns the horizontal position of each node: leaves are in order, each parent is centered over its children."""
     x = [0.0] * tree.size
     for column, leaf in enumerate(sorted(tree.leaves, key=tree.path)):
         x[leaf] = float(column)
