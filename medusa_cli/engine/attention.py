@@ -105,8 +105,8 @@ def merged(far: Tensor, far_sum: Tensor, near: Tensor, near_sum: Tensor) -> Tens
 
 
 def columns_read(lengths: Tensor, rows: int, kv: int, capacity: int) -> list[Tensor]:
-    """Returns the starts of each slot's R rows and of its keys, both [B + 1], and its number of columns to read [B]."""
-    # In an empty slot, the first new row is read as if it were an earlier one, since a kernel must
+    """Returns the starts of each slot's rows and keys, both [B + 1], and the number of columns each slot reads [B]."""
+    # In an empty slot, the first new row is read as if it were an earlier row, since a kernel must
     # read some column.
     used = lengths + 1 if rows == 1 else lengths.clamp(min=1)
     return [*_starts(len(lengths), (rows, kv * capacity), lengths.device), used.int()]

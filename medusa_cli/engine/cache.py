@@ -124,7 +124,7 @@ class Slots(ABC):
         return rows
 
     def truncate(self, slot: int, length: int) -> None:
-        """Discards a slot's rows from `length` on; `length` must be one that `reusable` returns."""
+        """Discards a slot's rows from `length` on; `length` must be a length that `reusable` returns."""
         self.lengths[slot] = min(self.lengths[slot], length)
 
 

@@ -476,7 +476,7 @@ def _cut(linear: Any, counts: dict[str, int]) -> dict[str, _Rows]:
 def _complete(
     matrices: dict[str, _Rows], wanted: Sequence[str] | dict[str, Any]
 ) -> dict[str, _Rows]:
-    """Returns `matrices`; raises Unsupported if one is missing or is not a plain linear layer."""
+    """Returns `matrices`; raises Unsupported if a matrix is missing or is not a plain linear layer."""
     for name in wanted:
         if name not in matrices:
             raise Unsupported(f"its layers have no plain {name} matrix")

@@ -33,8 +33,8 @@ NODE_STATES = 1 << 29
 # The allowed relative difference of logits, in fp32 and in 16 bits.
 TOLERANCE = 1e-3
 TOLERANCE_16 = 0.25
-# The allowed difference of logits due to running states: rounding causes 1e-5, a different formula
-# more than this.
+# The allowed difference of logits due to running states. Rounding causes a difference of 1e-5, and a
+# different formula one above this limit.
 STATE_TOLERANCE = 1e-4
 STATE_TOLERANCE_16 = 0.05
 

@@ -177,7 +177,7 @@ class LayoutEngine(Engine):
     exact: Any = None
     # The modules that keep a running state, which the padding of a prompt would change.
     stateful: Sequence[Any] = ()
-    # True if attention in CUDA graphs reads no column beyond the slots' lengths, given in a tensor.
+    # True if attention in CUDA graphs gets the slots' lengths as a tensor and reads no column beyond them.
     by_length = False
 
     def __init__(self, backbone: Backbone) -> None:
@@ -219,7 +219,7 @@ class LayoutEngine(Engine):
         """
 
     def logits(self, states: Tensor) -> Tensor:
-        """Returns the model's fp32 logits [.., V] for final states [.., H], with its factors and caps applied.
+        """Returns fp32 logits [.., V] for final states [.., H], with the model's factors and caps applied.
 
         On a CPU, the cast logits of up to SCRATCH_ROWS rows lie in a buffer that the next step
         overwrites. New memory would cost more than the cast, as the system zeroes each page.

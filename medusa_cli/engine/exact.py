@@ -115,7 +115,7 @@ class ExactPath:
 
 
 def _gains_of(layer: TorchLayer) -> Tensor | None:
-    """Returns the gains [2, D] of a layer's norms of queries and keys, if it has them."""
+    """Returns the gains [2, D] of a layer's norms of queries and keys; None if the layer has no such norms."""
     if layer.query_norm is None or layer.key_norm is None:
         return None
     if layer.query_norm.eps != layer.key_norm.eps:
@@ -134,7 +134,7 @@ def _activation_of(activation: Any, dtype: torch.dtype) -> str:
 
 
 def use_exact_path(engine: TorchEngine) -> None:
-    """Lets an engine's steps take the exact path; raises UserError unless a probe finds it exact on this GPU."""
+    """Lets an engine's steps take the exact path; raises UserError unless a probe finds the path exact on this GPU."""
     try:
         if engine.dtype == torch.float32:
             raise Unsupported("its kernels are for bf16 and fp16")

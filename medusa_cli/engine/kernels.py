@@ -145,10 +145,10 @@ def add_norm(
     after: Tensor | None = None,
     eps_after: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the states x plus a matmul's sums [R, H], and these states divided by their root mean square, times gain.
+    """Returns the states x plus a matmul's sums [R, H], and the new states divided by their rms, times gain [H].
 
-    gain [H]. parts [S, R, H]: the sums over slices; None adds nothing. bias [H]: is added to the sums. after [H]: the
-    gain of a norm that is applied to the sums first.
+    parts [S, R, H]: the sums over slices; None adds nothing. bias [H]: is added to the sums. after [H]: the gain of a
+    norm that is applied to the sums first.
     """
     rows, width = x.shape
     out = x if parts is None else torch.empty_like(x)

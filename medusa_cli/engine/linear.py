@@ -82,7 +82,7 @@ def packed_copy(module: nn.Module, pack: Pack | None = None) -> nn.Module:
             return NativeDecoderLayer(
                 **module.native_parts(), pack=lambda weight: packed_matrix([(weight, None)], pack)
             )
-        except ValueError:  # its sizes fill no tiles
+        except ValueError:  # the layer's sizes are not whole tiles
             pass
     copied = copy.copy(module)
     copied._modules = {

@@ -71,10 +71,10 @@ def load_backbone(
 
     Engine "native" runs the library on a CPU, "torch" runs rewritten layers on a GPU, and "eager" runs transformers'
     own layers. "auto" selects the first of these that can run the model. adapter: a folder from stage 2. It is merged
-    into the weights or, if bitsandbytes quantized them, kept as separate layers. chat: the model must have a chat
-    template. drafter: the folder of a drafter, whose memory is counted in addition to the model's. The other arguments
-    are those of `load_network`. Raises UserError if anything is missing or unusable, if a GPU's memory does not
-    suffice, and in a process that was forked after a model was loaded.
+    into the weights or, if bitsandbytes quantized them, kept as separate layers. chat: True if the model must have a
+    chat template. drafter: the folder of a drafter, whose memory is counted in addition to the model's. The other
+    arguments are those of `load_network`. Raises UserError if anything is missing or unusable, if a GPU's memory does
+    not suffice, and in a process that was forked after a model was loaded.
     """
     check_fork()
     if isinstance(model, str):
@@ -149,7 +149,7 @@ class _Inputs:
 
     @property
     def integer(self) -> str | None:
-        """Returns the integer format that weights are quantized to before they are packed, if any."""
+        """Returns the integer format to which weights are quantized before they are packed, if any."""
         return self.options.quantize if self.options.quantize in INTEGER else None
 
     @property
@@ -227,7 +227,7 @@ def _load_transformers(inputs: _Inputs, shard: bool = False) -> Backbone:
 def _fall_back(
     inputs: _Inputs, reason: Unsupported, required: bool, instead: str = "on the eager engine"
 ) -> None:
-    """Logs how a model runs instead; raises UsageError if the options require the engine that cannot run the model."""
+    """Logs how a model runs without the engine of choice, or raises UsageError if the options require this engine."""
     name, options = inputs.model.name, inputs.options
     if required:
         fault = f"{_flag(options)} cannot run the model {name!r}: {reason}"

@@ -195,7 +195,7 @@ class NativeDecoderLayer(nn.Module):
                 self._grow(positions)
 
     def _grow(self, positions: int) -> None:
-        """Replaces the rotary table by a longer one with the same start; `positions` is set last, as passes may run."""
+        """Replaces the rotary table by a longer one; `positions` is set last, because passes may run meanwhile."""
         if positions <= self.model.positions:  # another thread was faster
             return
         count = max(positions, 2 * self.model.positions)

@@ -19,7 +19,7 @@ from medusa_cli.native.library import DraftLevel, check
 class NativeLevels:
     """Extends the draft trees of B sequences level by level.
 
-    The library also does a level's small operations, which take torch half as long as a level's calls.
+    The library also does a level's small operations, which would take torch half as long as a level's calls.
 
     layer: a layer that reads embeddings besides states. norm, head: normalize and score the layer's output.
     tokens [M]: the ids of the head's outputs. embedding: looks up tokens. states [B, H]: the states of the

@@ -42,7 +42,7 @@ class NativeModel:
         self._max_positions = max_positions
         self._tables: list[tuple[Floats, Floats]] = []
         self._lock = threading.Lock()  # guards the tables, which several decoders may use
-        # By width: the ones that serve as the gain of norms that have none.
+        # By width: a gain of ones, for norms without a gain.
         self._ones: dict[int, Floats] = {}
         self.shapes = Shapes(
             description,
@@ -163,7 +163,7 @@ class NativeModel:
                 self._grow(positions)
 
     def _grow(self, positions: int) -> None:
-        """Replaces the rotary tables by longer ones with the same start; `positions` is set last, as passes may run."""
+        """Replaces the rotary tables by longer ones; `positions` is set last, because passes may run meanwhile."""
         spare = max(2 * self.struct.positions, FIRST_POSITIONS)
         count = max(positions, min(spare, self._max_positions))
         tables = []

@@ -36,7 +36,7 @@ from medusa_cli.native.library import UNIT, cpu_count
 from medusa_cli.native.matrix import Floats, padded_floats
 from medusa_cli.native.pages import HAS_HUGE_PAGES, Bytes, aligned
 
-# The version of the file format. The code that packs does not count here, but in the files' names.
+# The version of the file format. Changes of the code that packs change the files' names instead.
 VERSION = 2
 # Every part of a file begins at a multiple of this many bytes.
 ALIGNMENT = 64
@@ -216,7 +216,7 @@ def bytes_of(path: Path) -> Bytes:
 
 
 def _write(file: Any, end: int, data: Bytes) -> tuple[int, int, str]:
-    """Writes bytes at the first aligned position from `end` on; returns the position, their number and their digest."""
+    """Writes bytes at the first aligned position from `end` on; returns the bytes' position, number and digest."""
     start = padded(end, ALIGNMENT)
     file.seek(start)
     file.write(data)
@@ -303,7 +303,7 @@ def check_packed(path: Path) -> None:
 
 
 def packed_files() -> Iterator[tuple[Path, str | None]]:
-    """Yields the files of packed weights, each with its model's source; None for files of other versions."""
+    """Yields each file of packed weights with the place of its model's weights, None for files of other versions."""
     for path in (home() / "packed").glob("*.bin"):
         try:
             yield path, _table(np.memmap(path, np.uint8, "r"))["source"]

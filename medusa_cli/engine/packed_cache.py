@@ -22,7 +22,7 @@ CODE = (
     *("files/gguf_header.py", "files/gguf_names.py", "native/matrix.py"),
     *("native/formats.h", "native/formats.cpp"),
 )
-# This code and the code that reads a drafter's weights, and determines the matrices of the drafter's
+# CODE, and the code that reads a drafter's weights and determines the matrices of the drafter's
 # parts and their order.
 DRAFTER_CODE = (
     *CODE,
@@ -44,7 +44,7 @@ def packed_path(model: ModelSource, description: Description, quantize: str | No
 
 
 def drafter_path(drafter: Path, files: Sequence[str], backbone: Path, part: str) -> Path:
-    """Returns the place of a packed part of a drafter; its name has two digests, as the name of a model's weights.
+    """Returns the place of a packed part of a drafter; the file's name has two digests, too.
 
     drafter: its folder. files: the stamps of the drafter's files. backbone: the file of its model's packed weights;
     the drafter may read the model's lm_head.

@@ -36,12 +36,12 @@ def tile_matmul(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Returns rows [R, K], rounded to 8 bits, times the transposed matrices, plus a bias [N], as the library would."""
+    """Returns rows [R, K], rounded to 8 bits, times the transposed matrices, plus a bias [N], as in the library."""
     groups = x.float().unflatten(1, (-1, UNIT))
     size = groups.abs().amax(-1)
     is_zero = size < LEAST_SIZE
     largest = torch.full_like(size, 127)
-    # Both sides are tensors: to divide by a Python number, torch would multiply by its inverse.
+    # Both operands are tensors: to divide by a Python number, torch would multiply by its inverse.
     inverse = (largest / size).masked_fill(is_zero, 0)
     scale = (size / largest).masked_fill(is_zero, 0)
     numbers = (groups * inverse[..., None]).round().flatten(1)

@@ -120,8 +120,9 @@ def lay_out(
 ) -> Layout:
     """Returns the layout of a plan in a cache, which grows as needed.
 
-    context: the model's maximum number of positions. Extra rows beyond them get the last position,
-    since rotary tables may change there. exact: True if trees without extra rows take the exact path.
+    context: the model's maximum number of positions. Extra rows beyond the last position get this
+    position, since rotary tables may change after it. exact: True if trees without extra rows take
+    the exact path.
     """
     every = torch.arange(plan.tokens.shape[1], device=device)
     if plan.depth is None or plan.tree_mask is None:

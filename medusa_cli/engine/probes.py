@@ -140,7 +140,7 @@ def _depends(result: Tensor, source: Tensor) -> bool:
 
 
 def quarter_turn(attention: Any) -> list[float]:
-    """Returns the output for 0, 1, 2, 3 of the `rotate_half` beside an attention class; empty if there is none.
+    """Returns `rotate_half` of 0, 1, 2, 3, from the Python module of an attention class; empty if it has none.
 
     If the function swaps adjacent numbers, rotary embeddings rotate adjacent pairs, else the halves of a head.
     """
@@ -240,7 +240,7 @@ def _number_of(function: Any) -> int:
 
     Raises Unsupported if the library does not have the function.
     """
-    if function is None:  # LFM2's MLP has no attribute for it; the twin verifies SiLU
+    if function is None:  # LFM2's MLP does not name its activation; the twin verifies SiLU
         function = F.silu
     probe = torch.linspace(-6, 6, 101)
     values = function(probe)

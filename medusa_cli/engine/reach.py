@@ -16,13 +16,14 @@ from medusa_cli.device import numbered
 from medusa_cli.files.layer_kinds import CHUNKED, FULL
 from medusa_cli.model.masks import Masks
 
-# The limit is at least this many positions before a row, and a multiple of it; trees are less deep.
+# The limit is at least this many positions before a row, and a multiple of this; trees are less deep
+# than this.
 LAG = 32
 # The maximum number of columns from the limit to a row's own position.
 NEAR = 2 * LAG
 # The number of columns in a chunk, which one program reads.
 CHUNK = 512
-# The number of programs that keep a GPU busy, of columns of a program, and the smallest K of a slice.
+# The number of programs that keep a GPU busy, a program's number of columns, and the smallest K of a slice.
 PROGRAMS = 128
 COLUMNS = 128
 LEAST = 512

@@ -173,5 +173,5 @@ class Shapes:
 
 
 def _has_inputs(shape: tuple[int, ...], wanted: int) -> bool:
-    """Returns True if a matrix has `wanted` inputs, or these padded to whole groups, as rounded matrices have."""
+    """Returns True if a matrix has `wanted` inputs or, as rounded matrices do, this number padded to whole groups."""
     return shape[1] in (wanted, padded(wanted, UNIT))

@@ -116,7 +116,7 @@ def stored_bytes(*modules: nn.Module) -> int:
 class TorchLayer(nn.Module):
     """One decoder layer for rows [B * R, H] of B slots: the parts before and after attention.
 
-    kind, table: the indices of its mask and its rotary table.
+    kind, table: the indices of the layer's mask and rotary table.
     """
 
     def __init__(self, layer: Any, config: Any, kind: int, table: int) -> None:

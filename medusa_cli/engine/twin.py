@@ -46,7 +46,7 @@ SMALLER = {
     "shared_expert_intermediate_size": 96,
     "shared_intermediate_size": 96,
 }
-# Is subtracted from A_log, so that delta nets, which forget by exp(A_log), forget slowly: states matter.
+# This is subtracted from A_log: delta nets then forget slowly, by exp(A_log), and their states matter.
 SLOW = 3
 # The largest allowed relative difference of the twin's states.
 TOLERANCE = 1e-4
