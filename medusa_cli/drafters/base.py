@@ -103,8 +103,8 @@ class Batch:
 
     next: the token after each position. Head k (from 1) predicts next[p + k] if segment[p + k] == segment[p]. Positions
     in prompts have segment -1: they are visible but not trained on. sequence [P]: the conversation of each position,
-    for layers with a cache. Without it, these layers see only the segment. trace, rows [P]: for a drafter that uses the
-    verify pass, the pass over full sequences [B, L], and the indices of the P positions among its B * L positions.
+    for layers with a cache. Without `sequence`, these layers see only the segment. trace, rows [P]: for a drafter that
+    uses the verify pass, the pass over full sequences [B, L], and the indices of the P positions among its B * L.
 
     segment, sequence and rows stay on the host. Tensors that depend on these are computed on the host and uploaded, so
     that the host never waits for a GPU to know the size of a tensor.

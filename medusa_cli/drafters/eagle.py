@@ -36,9 +36,9 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class EagleConfig(HeadsConfig):
-    """Adds EAGLE-3's settings. num_heads: the number of steps in its training-time test.
+    """Adds EAGLE-3's settings. num_heads: the number of steps in the training-time test.
 
-    The other fields have their names in the configs of serving engines. taps: for each state that is
+    The other fields are named as in the configs of serving engines. taps: for each state that is
     read, the number of backbone layers below it. Training also reads the state of the last layer.
     norm_before_residual: True if attention is added to the layer's normalized input. norm_before_fc:
     True if the states are normalized before they are fused.
@@ -55,7 +55,7 @@ class EagleConfig(HeadsConfig):
 
 
 def widest(size: int | Sequence[int]) -> int:
-    """Returns a width, or the largest one if there is one per layer."""
+    """Returns a width, or the largest width if each layer has its own."""
     return size if isinstance(size, int) else max(size)
 
 

@@ -25,8 +25,9 @@ from medusa_cli.tree.tensors import TreeTensors
 if TYPE_CHECKING:
     from typing import Self
 
-# A prompt's last tokens that decoder layers read. With the default model's drafter, reading more tokens
-# did not raise acceptance after 3,000 and 7,800 tokens. Drafters of other makers were not measured.
+# The number of a prompt's last tokens that decoder layers read. With the default model's drafter,
+# reading more tokens did not raise acceptance after 3,000 and 7,800 tokens. Drafters of other makers
+# were not measured.
 PROMPT_TOKENS = 512
 
 
@@ -92,7 +93,7 @@ class HeadDrafter(Scoring):
     drafts_in_graphs: ClassVar[bool] = False  # `fill` drafts within a CUDA graph
     sees_prompt: bool = False  # its decoder layers see a conversation from the start
     config: HeadsConfig
-    caches: list[LayerRows]  # the rows of its sequence, per decoder layer
+    caches: list[LayerRows]  # the rows of the drafter's sequence, per decoder layer
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
@@ -241,7 +242,7 @@ class HeadDrafter(Scoring):
 
     @classmethod
     def weights_elsewhere(cls, folder: Path, model: str | None) -> dict[str, Tensor] | None:
-        """Returns the weights for a folder that holds only a config, or None if the folder holds its own.
+        """Returns the weights for a folder that holds only a config, or None if the folder holds weights.
 
         model: the base model named in the config.
         """

@@ -54,7 +54,7 @@ class Incoming:
     """Holds a checkpoint's drafter in the form in which it runs here.
 
     kind, config: the class and its config. settings: the config in the form of config.json.
-    tensors: the tensors by our names. format: the layout of the checkpoint. notes: texts on changes.
+    tensors: the tensors by our names. format: the checkpoint's layout. notes: a text for each change.
     """
 
     format: str

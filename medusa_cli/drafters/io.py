@@ -38,7 +38,7 @@ def is_foreign(folder: Path) -> bool:
 
 
 def drafter_kind(folder: Path) -> type[HeadDrafter]:
-    """Returns the class of the drafter in a folder; raises UserError if there is none."""
+    """Returns the class of the drafter in a folder; raises UserError if the folder holds no known drafter."""
     name = describe_drafter(folder).drafter
     if is_foreign(folder):
         return Checkpoint.open(str(folder)).kind
@@ -53,7 +53,7 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
 
     A checkpoint from another tool is read directly. Raises UserError, naming both models, if the drafter was trained
     for a backbone of another shape or with another adapter. Logs a warning if only the weights differ. If the model's
-    packed weights are kept in a file, those of the drafter are kept as well.
+    packed weights are kept in a file, the drafter's packed weights are kept as well.
     """
     foreign = is_foreign(folder)
     backbone_file = backbone.engine.packed_path

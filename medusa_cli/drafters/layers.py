@@ -179,9 +179,9 @@ class HeadAttention(SelfAttention):
 class DecoderLayer(SelfAttention):
     """Applies a causal decoder layer with rotary embeddings and a SwiGLU MLP.
 
-    A fresh layer passes its input through. embeddings: attention reads [embedding; state] of width
-    2H, as in EAGLE's layer. The submodules have the names that serving engines expect.
-    norm_before_residual: attention is added to the normalized state instead of the state itself.
+    A fresh layer passes its input through. The submodules have the names that serving engines expect.
+    embeddings: True if attention reads [embedding; state] of width 2H, as in EAGLE's layer.
+    norm_before_residual: True if attention is added to the normalized state instead of the state.
     """
 
     def __init__(
@@ -393,7 +393,7 @@ class Padding:
 class TokenBias(nn.Module):
     """Adds after @ before[token] to the scores [M] of any head; a fresh bias adds nothing.
 
-    before [V, r]: for the token drafted one place earlier. after [M, r]: for the guesses. All heads share both.
+    before [V, r]: for the token drafted one place earlier. after [M, r]: for the guesses. All heads share them.
     """
 
     def __init__(self, tokens: int, guesses: int, rank: int) -> None:

@@ -46,7 +46,7 @@ class MtpConfig(HeadsConfig):
 
     num_heads: the number of draft tokens on a path; the single layer runs once for each. text: the
     model's config for one layer, in transformers' form. state_first: True if the projection reads
-    [state; embedding]. raw_state: True if it reads the state before the model's final norm.
+    [state; embedding]. raw_state: True if the layer reads the state before the model's final norm.
     """
 
     text: dict[str, Any] = field(default_factory=dict)

@@ -85,7 +85,7 @@ class Scoring(Drafter):
     def factors(
         self, backbone: Backbone, head: int, states: Tensor, before: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the factors [n, ..] and [M, ..], whose product is a head's scores; before [n]: the tokens before."""
+        """Returns factors [n, ..] and [M, ..], whose product is a head's scores; before [n]: the preceding tokens."""
         matrix = self.matrix(backbone, head)
         if self.conditional is None:
             return states, matrix

@@ -64,9 +64,9 @@ class NewTensors:
 class LayerSlots:
     """Holds rows of decoder layers in S slots of C rows, at fixed addresses that CUDA graphs use.
 
-    The caches of a sequence move in when a graph runs it in a slot. The caches of the slot's
-    previous sequence move out. rows: the maximum number of new tokens per sequence that a graph
-    reads.
+    When a graph runs a sequence in a slot, the sequence's caches move into the slot, and those of the
+    slot's previous sequence move out. rows: the maximum number of new tokens per sequence that a
+    graph reads.
     """
 
     def __init__(
