@@ -77,7 +77,7 @@ class GenerationOptions(LogitsFields):
     """Holds the options of an answer, which are the keyword arguments of `Medusa.request`.
 
     Decoding is greedy if no temperature is given. stop: strings that end the answer. stop_ids: end tokens that replace
-    the model's. logprobs: how many of the likeliest tokens to report with each token; log probabilities are the
+    the model's own. logprobs: how many of the likeliest tokens to report with each token; log probabilities are the
     model's, before any options change them. prompt_logprobs: also report the prompt's tokens, before the answer's
     tokens; the answer may then be empty. min_p: None uses the value in the model's generation config; this also holds
     for the fields of LogitsFields. json_schema, regex, grammar (Lark or GBNF): constrain the answer. speculative: False
@@ -174,7 +174,7 @@ class Medusa:
         gc.collect()  # networks and engines form reference cycles
 
     def use(self, loaded: LoadedModel) -> None:
-        """Takes the drafter and the policy of `loaded`, which has the same model; frees idle decoders."""
+        """Switches to the drafter and the policy of `loaded`, which has the same model; frees idle decoders."""
         with self.lock:
             self._loaded = loaded
             self.idle.clear()
@@ -315,7 +315,7 @@ class Medusa:
         method: str,
         changes: Mapping[str, Any],
     ) -> Request:
-        """Returns a given request, or a prompt's; raises UsageError for options in addition to a request."""
+        """Returns a given request, or the request of a prompt; raises UsageError if a request comes with options."""
         if not isinstance(prompt, Request):
             return self.request(prompt, _with(options, method, changes))
         if options is not None or changes:

@@ -246,7 +246,7 @@ class _Lines:
 
     def __init__(self) -> None:
         self._due = time.monotonic() + LINE_S
-        # By name: the start time, and the units already done at that time.
+        # For each name: the start time, and the units already done at that time.
         self._begun: dict[str, tuple[float, int]] = {}
 
     def show(

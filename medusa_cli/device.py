@@ -17,13 +17,16 @@ from torch import Tensor
 from medusa_cli.errors import first_line
 from medusa_cli.files.cpus import control_groups, sysctl
 
-# Bytes copied to measure the memory bandwidth.
+# Bytes copied to measure the memory bandwidth of a CPU.
 COPIED_BYTES = 256 * 2**20
-# Bytes copied for this on a GPU. A copy of fewer bytes would take hardly longer than its launch.
+# Bytes copied to measure a GPU's memory bandwidth. A copy of fewer bytes would take hardly longer
+# than its launch.
 GPU_COPIED_BYTES = 2 * 2**30
-# Each device keeps a tensor of the numbers below this. The passes of CUDA graphs have fewer rows.
+# Each device keeps a tensor of the numbers below this limit. The passes of CUDA graphs have fewer
+# rows.
 NUMBERS = 1024
-# From glibc's malloc.h. glibc limits the mmap threshold to 32 MB and the trim threshold to an int.
+# These numbers are from glibc's malloc.h. glibc limits the mmap threshold to 32 MB and the trim
+# threshold to an int.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 # The first line of this file states the version of NVIDIA's driver.
@@ -118,7 +121,7 @@ def synchronize(device: torch.device) -> None:
 
 @cache
 def has_cuda() -> bool:
-    """Returns True if there is a CUDA device that runs this torch's kernels; logs a warning if it is too old."""
+    """Returns True if there is a CUDA device that runs this torch's kernels; warns if the device is too old."""
     if not torch.cuda.is_available():
         return False
     try:
@@ -139,7 +142,7 @@ def has_bf16() -> bool:
     False.
     """
     allowed = os.environ.get("MEDUSA_CPU", "").lower() != "avx2"
-    # Builds of torch without oneDNN, such as those for macOS, lack the operation.
+    # Builds of torch without oneDNN, such as those for macOS, lack this operation.
     has_onednn = torch.backends.mkldnn.is_available()
     return allowed and has_onednn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -183,7 +186,7 @@ def peak_memory(device: torch.device) -> int:
     marks = _numbers(_STATUS)
     if "VmHWM" in marks:
         return 1024 * marks["VmHWM"]
-    import resource  # not on every system
+    import resource  # does not exist on every system
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak

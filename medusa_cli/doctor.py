@@ -184,7 +184,7 @@ class Case:
 
     @cached_property
     def conversations(self) -> list[Conversation]:
-        """Returns the data's conversations in random order, those held out from training first."""
+        """Returns the data's conversations in random order, with those held out from training first."""
         fraction = TrainRecipe().validation_fraction
         with suppress(UserError):  # other checks report a missing drafter
             fraction = self.provenance.held_out(fraction)
@@ -255,7 +255,7 @@ def backbone(case: Case) -> Finding:
 
 
 def _damage(case: Case) -> str | None:
-    """Returns how packed weights of the model or the drafter are damaged, and removes them; None if they are not."""
+    """Returns how packed weights of the model or the drafter are damaged, and removes them; None if they are intact."""
     own = case.backbone.engine.packed_path
     folder = str(case.run.drafter_dir.resolve())
     for path, source in packed_files():

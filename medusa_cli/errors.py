@@ -1,7 +1,7 @@
 """Errors that a user can act on; each states the fault, the value and the remedy.
 
-Texts write a setting as @max_new_tokens. The command line shows it as a flag, Python as an argument, and the server as
-a field.
+Messages write a setting as @name, such as @max_new_tokens. The command line shows it as a flag, Python as an argument,
+and the server as a field.
 """
 
 import errno
@@ -63,8 +63,8 @@ def in_flags(text: str) -> str:
 
 
 def is_out_of_memory(reason: BaseException) -> bool:
-    """Returns True for an error that reports that the system or a device refused memory."""
-    # torch has two such types besides Python's, but must not be imported here.
+    """Returns True if an error reports that the system or a device is out of memory."""
+    # torch has two such types besides Python's own type, but must not be imported here.
     names = {kind.__name__ for kind in type(reason).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator" in str(reason)
 

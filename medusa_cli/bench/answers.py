@@ -196,8 +196,8 @@ def likelihood(backbone: Backbone, results: Sequence[Result]) -> dict[str, dict[
             prompt = result.prompts[0]
             answer = result.answers[name].turns[0]
             cache = backbone.engine.new_cache()
-            # Only the prompt's last position gives logits. Those of the whole prompt would take
-            # gigabytes.
+            # Only the prompt's last position gives logits, because logits of the whole prompt would
+            # take gigabytes.
             if len(prompt) > 1:
                 backbone.engine.forward(Plan.chain(prompt[:-1], logits="none"), cache)
             rest = Plan.chain([prompt[-1], *answer[:-1]], logits="all")

@@ -156,7 +156,7 @@ class Bench:
             for row, result in zip(figures["answers"], results, strict=True):
                 turns = result.answers[name].turns
                 row["turns"] = [backbone.decode(turn).strip() for turn in turns]
-        # Quantized weights form a different model. The likelihood of the plain model's answers
+        # Quantized weights form a different model. The likelihood of the unmodified model's answers
         # under the quantized model shows how far the two differ.
         asks_quality = not self.sampling.greedy or backbone.engine.quantize is not None
         return {

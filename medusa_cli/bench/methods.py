@@ -111,7 +111,7 @@ def our_method(
     batch_size: int,
     cached: bool = False,
 ) -> Method:
-    """Returns our decoding loop, which decodes without drafts if there is no policy. cached: it keeps prefixes."""
+    """Returns our decoding loop, which does not draft if there is no policy. cached: the loop keeps prefixes."""
     decoder = Decoder(backbone, drafter, policy, slots=batch_size)
 
     def answer(

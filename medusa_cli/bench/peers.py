@@ -46,8 +46,8 @@ def parse_peers(texts: Sequence[str]) -> dict[str, str]:
 def plain_of(name: str, names: Sequence[str], peers: Mapping[str, str]) -> str | None:
     """Returns the method that decodes like `name` but without drafts.
 
-    For a peer NAME-DRAFTS, this is NAME. For our methods, it is ar. Returns None if `name` is plain
-    itself, or if its plain method is not measured.
+    For a peer NAME-DRAFTS, the plain method is NAME. For our methods, it is ar. Returns None if
+    `name` is plain itself, or if its plain method is not measured.
     """
     program = name.partition("-")[0]
     foreign = name in TRANSFORMERS or name in LLAMA or name in peers
@@ -210,7 +210,7 @@ def server_method(name: str, url: str, backbone: Backbone, cached: bool = False)
 def _served_name(name: str, url: str, backbone: Backbone) -> str:
     """Returns the name under which a server answers for the model.
 
-    This is the model's own name, its folder, or the first listed name that the server accepts: some
+    The name is the model's own, its folder, or the first listed name that the server accepts: some
     servers list models that they have not loaded. Raises UserError if the server accepts none of
     these names.
     """

@@ -35,7 +35,7 @@ AGENT_ASKS = (
     "Repeat the longest function in this part, with type hints.",
     "Sum up what you have read so far, file by file.",
 )
-# Length of a file's part that a turn brings, about 2,000 tokens.
+# Number of characters of a file in a turn; they are about 2,000 tokens.
 RESULT_CHARACTERS = 8000
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 # Keys under which published sets store the user's text, the question's id and a reference answer.
@@ -174,7 +174,7 @@ def _file_records(path: Path) -> Iterator[Any]:
             raise UserError(fault, "check the path") from reason
         return
     if path.suffix == ".txt":
-        # Not splitlines, because a question may contain other line breaks.
+        # This does not use splitlines, because a question may contain other line breaks.
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
         yield from ({"prompt": line.strip()} for line in lines if line.strip())
         return

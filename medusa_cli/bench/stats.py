@@ -44,7 +44,7 @@ class Measurement:
             self.depths[len(step.path) - 1] += 1
 
     def extend(self, turn: "Measurement") -> None:
-        """Appends the answer to a further turn."""
+        """Appends the answer to another turn."""
         self.turns += turn.turns
         self.seconds += turn.seconds
         self.first_token_s += turn.first_token_s

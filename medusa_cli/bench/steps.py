@@ -24,9 +24,9 @@ def time_rows(
 ) -> dict[str, Any]:
     """Returns the median pass time in milliseconds by number of rows, with `context` tokens in the cache.
 
-    It also returns the prefill time in seconds and the cache size in bytes. Passes with different row counts alternate,
-    so that changes in the machine's speed affect all of them equally. Rows have different random tokens, because a
-    mixture of experts reads more weights the more its tokens differ.
+    Also returns the prefill time in seconds and the cache size in bytes. Passes with different row counts alternate, so
+    that changes in the machine's speed affect all of them equally. Rows have different random tokens, because a mixture
+    of experts reads more weights the more its tokens differ.
     """
     cache = backbone.engine.new_cache(capacity=context + max(rows))
     prompt = Plan.chain(random_tokens(context, backbone.vocab_size, 0), logits="none")
@@ -53,7 +53,7 @@ def _verify(engine: Engine, plan: Plan, cache: Slots) -> None:
 
 
 def time_passes(backbone: Backbone, contexts: Sequence[int]) -> dict[str, Any]:
-    """Times a backbone's passes by context and number of rows. Without contexts, a short one is used.
+    """Times a backbone's passes by context and number of rows. Without `contexts`, uses a short one.
 
     The result also has the minimum time to read the weights at the measured bandwidth. Raises
     UsageError if the longest context does not fit.

@@ -211,7 +211,7 @@ def serve(
     )
     server.run(listener)
     medusa.close()
-    # If the file is another one, another server has bound its own socket.
+    # A socket file that has changed belongs to another server, and stays.
     if access.uds and file_identity(access.uds) == bound:
         access.uds.unlink(missing_ok=True)
 

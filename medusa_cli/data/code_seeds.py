@@ -17,7 +17,7 @@ from medusa_cli.data.conversation import Conversation
 
 KINDS = ("complete", "explain", "repair", "test", "translate", "change", "fim")
 WEIGHTS = (2, 1, 2, 1, 1, 2, 1)
-SEEDS = 20_000  # maximum number; reading the sources for so many takes half a minute
+SEEDS = 20_000  # maximum number of seeds; reading the sources for them takes half a minute
 FROM_A_FILE = 4
 FILE_BYTES = 200_000
 SIZES = range(200, 2001)  # characters in a function
@@ -184,7 +184,8 @@ def _sources_of(path: Path, name: str, chance: random.Random) -> list[_Source]:
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         part = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
         sizes = CLASS_SIZES if isinstance(node, ast.ClassDef) else SIZES
-        # Sources of tokenizers contain strings that a tokenizer would treat as special tokens.
+        # Sources with <| are left out, because a tokenizer would treat such strings as special
+        # tokens.
         if (
             len(part) in sizes
             and len(node.body) > 2
@@ -320,7 +321,7 @@ def fim_tokens(tokenizer: Any) -> tuple[str, str, str] | None:
 
 
 def with_fim_tokens(seeds: Sequence[Conversation], tokenizer: Any) -> list[Conversation]:
-    """Returns seeds with the tokenizer's own FIM tokens in raw prompts; if it has no such tokens, drops raw prompts."""
+    """Returns seeds with the tokenizer's own FIM tokens in raw prompts; if there are none, drops raw prompts."""
     own = fim_tokens(tokenizer)
     if own is None:
         return [seed for seed in seeds if not seed.raw]

@@ -212,7 +212,8 @@ def speculators_row(conversation: Conversation) -> dict[str, Any]:
 def _spans_of(mask: Any, length: int) -> list[tuple[int, int]]:
     """Returns the spans [start, end) of a loss mask; raises Malformed unless the mask has a 0 or 1 for every token.
 
-    If a row begins with an answer, no position precedes its first token, so that token is left out.
+    If a row begins with an answer, no position precedes the answer's first token, so this token is
+    left out.
     """
     if (
         not isinstance(mask, list)

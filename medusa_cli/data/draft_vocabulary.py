@@ -11,8 +11,8 @@ def frequent_tokens(
 ) -> Tensor:
     """Returns the `size` tokens [size] that occur in the largest number of texts; ties are broken by id.
 
-    Of equally frequent tokens, those in an earlier vocabulary `known` come first. The total number of occurrences would
-    be misleading, because a repetitive answer can contain one rare token a hundred times.
+    Of equally frequent tokens, those in an earlier vocabulary `known` come first. Texts are counted instead of
+    occurrences, because a repetitive answer can contain one rare token a hundred times.
     """
     counts = torch.bincount(torch.cat([text.unique() for text in texts]), minlength=vocab_size)
     if known is not None:

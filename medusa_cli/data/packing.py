@@ -35,7 +35,7 @@ _CODE = re.compile(r"code-[a-z]+-([0-9a-f]{8})-[0-9a-f]{12}")
 
 @dataclass(frozen=True)
 class Dataset:
-    """Holds training conversations and held-out ones.
+    """Holds training conversations and held-out conversations.
 
     digest: identifies the conversations, their order and the split. states [rows, W]: the rows to which the
     conversations refer; None: the model computes the states in every step. kept: the states were stored during
@@ -192,11 +192,11 @@ def split_conversations(
 def held_out_ids(ids: Sequence[str], fraction: float) -> set[str]:
     """Returns the ids of the held-out conversations.
 
-    The hash of an id decides whether it is held out, so that more data does not move any conversation to the other
-    side. The parts into which ShareGPT splits a long conversation (CsuNKMw_0, CsuNKMw_17) stay together, and so do
-    turns that are separate rows in speculators data, and prompts about one file of code. If one part were held out and
-    another part were trained on, the held-out part would be easier than an unseen conversation. Of two or more such
-    groups, at least one is held out (unless fraction is 0), but never all.
+    The hash of an id decides whether the conversation is held out, so that more data does not move any conversation to
+    the other side. The parts into which ShareGPT splits a long conversation (CsuNKMw_0, CsuNKMw_17) stay together, and
+    so do turns that are separate rows in speculators data, and prompts about one file of code. If one part were held
+    out and another part were trained on, the held-out part would be easier than an unseen conversation. Of two or more
+    such groups, at least one is held out (unless fraction is 0), but never all.
     """
     parts: dict[str, list[str]] = {}
     for id in ids:
@@ -218,7 +218,7 @@ def batch_of(
     items: Sequence[Conversation],
     dtype: torch.dtype | None = None,
 ) -> Batch:
-    """Runs conversations through the model as it is now; with dtype None, the states keep their dtype.
+    """Runs conversations through the model with its current weights; with dtype None, the states keep their dtype.
 
     The engine runs the model if it has replaced the network's layers. Otherwise, gradients reach
     the network unless the drafter uses the verify pass.

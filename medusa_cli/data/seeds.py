@@ -120,7 +120,7 @@ def seed_of(record: Any, report: ReadReport) -> Conversation:
 
 
 def long_turns(seeds: Sequence[Conversation]) -> list[Conversation]:
-    """Returns one seed per long turn, named after its conversation and the turn's number.
+    """Returns one seed per long turn, whose id consists of the conversation's id and the turn's number.
 
     Each seed keeps the system messages in front of its turn.
     """

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def states_digest(conversation: Conversation, rows: Tensor) -> str:
-    """Returns a digest of a conversation and its state rows [n, W], which shows if rows were changed."""
+    """Returns a digest of a conversation and its state rows [n, W], which shows whether the rows have changed."""
     text = json.dumps([conversation.id, conversation.tokens, conversation.spans])
     digest = hashlib.blake2b(text.encode(), digest_size=8)
     digest.update(_raw(rows))

@@ -1,7 +1,7 @@
 """Hidden states from vLLM's `extract_hidden_states` method, which writes a safetensors file for each request.
 
 A file holds `token_ids` [n] and `hidden_states` [n, layers, H]. Layer id i of the server's
-`eagle_aux_hidden_state_layer_ids` is the state after i layers, before any norm.
+`eagle_aux_hidden_state_layer_ids` stands for the state after i layers, before any norm.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ def with_vllm_states(
     files = {_key(_read(path, "token_ids").tolist()): path for path in paths}
 
     def file_of(item: Conversation) -> Path | None:
-        # A server does not run the last token, unless all tokens were its prompt.
+        # A server does not run the last token, unless all tokens were in its prompt.
         return files.get(_key(item.tokens[:-1])) or files.get(_key(item.tokens))
 
     items = [*dataset.train, *dataset.held_out]

@@ -75,7 +75,7 @@ def distill(
     show: ShowProgress = show_nothing,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
-    """Answers the seeds that have no conversation in the run yet; returns counts in the first process, else None.
+    """Answers the seeds that have no conversation in the run yet; returns counts in the first process, otherwise None.
 
     If there are several processes, each of them writes a part. The first process merges the parts
     at the end, or at the next start. show: called with a name, the tokens done, an estimate
@@ -202,7 +202,7 @@ class Progress:
     """Counts answer tokens and estimates the total for all conversations.
 
     Short conversations end first, so the tokens of unfinished conversations are counted as well. DOUBT hypothetical
-    conversations with the longest answers are also counted, with a weight that falls to 0.
+    conversations with answers of the maximum length are also counted, with a weight that falls to 0.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ def _header(
 def _fitting(
     seeds: Sequence[Conversation], settings: DistillRecipe, model: Backbone | Tokenizer
 ) -> list[Conversation]:
-    """Returns the seeds that can be answered, adding the system prompt of the settings to those without one.
+    """Returns the seeds that can be answered; adds the settings' system prompt to seeds without a system prompt.
 
     Fill-in-the-middle seeds need a tokenizer with tokens for them. With servers, which are only asked for chats, they
     are left out.

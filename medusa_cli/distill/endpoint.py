@@ -65,7 +65,7 @@ def connect(
     with requests for one token. Raises UserError if no server answers for the model.
     """
     greeting = [{"role": "user", "content": "Hello"}]
-    render(tokenizer, greeting, prompt=True)  # fails early if there is no template
+    render(tokenizer, greeting, prompt=True)  # fails early without a template
     servers = ChatServers(addresses.split(","))
     name = tokenizer.id
     listed, silent = servers.check()

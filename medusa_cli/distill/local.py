@@ -19,8 +19,8 @@ from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import Message, after_answer, render, token_ids
 from medusa_cli.runs.recipe import DistillRecipe
 
-# On a CPU, a larger batch gains nothing, and its last answers would leave more slots idle. On a
-# GPU, a step takes about as long for 256 rows as for 64.
+# The largest batches. On a CPU, a larger batch would gain nothing, and its last answers would leave
+# more slots idle. On a GPU, a step takes about as long for 256 rows as for 64.
 MAX_BATCH = 64
 GPU_BATCH = 256
 # New prompts wait until one in this many slots is free, so that several prompts run in one pass.
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class Outcome:
     """Holds a seed's conversation and its hidden states [len(tokens) - 1, H * taps]; servers send no states.
 
-    If there is no conversation, failure is the reason, or None if the prompt is too long for the context.
+    If there is no conversation, `failure` is the reason, or None if the prompt is too long for the context.
     """
 
     id: str
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: int) -> int:
-    """Returns how many conversations fit in the free memory, up to a maximum; logs a number below the maximum.
+    """Returns how many conversations fit in the free memory, up to a maximum; logs the number if it is smaller.
 
     Each conversation needs memory for its hidden states and its KV cache. On a GPU, the cache also has the rows of the
     largest graph.
@@ -134,7 +134,7 @@ class _Batch:
         return not self.decoder.sequences or self.decoder.free_slots >= self.pack
 
     def ask(self) -> Generator[Outcome, None, list[tuple["_Answering", Request]]]:
-        """Returns the next questions of conversations in free slots, at most a pack; yields outcomes at their end."""
+        """Returns the next questions for free slots, at most a pack; yields the outcomes of conversations that end."""
         asked: list[tuple[_Answering, Request]] = []
         for slot, current in enumerate(self.slots):
             if len(asked) == self.pack:
@@ -265,7 +265,7 @@ class _Answering:
         self.messages.append({"role": "assistant", "content": answer})
 
     def outcome(self) -> Outcome:
-        """Returns the failure if there is one, else the part of the conversation that was answered."""
+        """Returns the failure if there is one, otherwise the part of the conversation that was answered."""
         if self.failure is not None or not self.spans:
             return Outcome(self.seed.id, failure=self.failure)
         conversation = Conversation(

@@ -45,8 +45,8 @@ from medusa_cli.tree.tree import Draft, Tree
 KINDS: dict[str, type[HeadDrafter]] = {
     kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle)
 }
-# Number of steps of a trial, and number of steps until the other mode is tried again. The latter
-# doubles up to LONGEST_RETRY.
+# Number of steps of a trial, and number of steps until the other mode is tried again. The second
+# number doubles up to LONGEST_RETRY.
 TRY = 6
 RETRY = 48
 LONGEST_RETRY = 768

@@ -23,7 +23,7 @@ KIND = "eagle"
 def export_eagle3(
     source: Source, output: Path, *, overwrite: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Writes an EAGLE drafter in the layout that other engines read; raises UserError for any other kind."""
+    """Writes an EAGLE drafter in the layout that other engines read; raises UserError for any other kind of drafter."""
     refuse_other_kinds(source, "eagle3")
     config = source.config
     tensors = engine_tensors(source)

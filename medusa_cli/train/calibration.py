@@ -28,7 +28,7 @@ from medusa_cli.train.setup import longest, options_for, runs_model
 from medusa_cli.tree import Tree
 from medusa_cli.tree.search import largest, search
 
-# Positions P per batch. The scores of one head, [P, M], are in memory at once.
+# Number of positions P in a batch. Memory holds one head's scores at a time, [P, M].
 POSITIONS = 512
 # Temperatures tried for a head's confidences, and the number of positions on which they are
 # compared. The loss is a smooth function of the temperature, so more positions are not needed.
@@ -43,8 +43,8 @@ PRIOR = 20
 # Rank of a token that is not among the guesses, and rank of a position past the answer's end.
 MISSED = 1 << 30
 PAST_END = (1 << 30) + 1
-# Default number of held-out conversations for drafters that must run the model on them. These are
-# 22,000 tokens and take a few minutes.
+# Default number of held-out conversations for drafters that must run the model on them. Running
+# them (22,000 tokens) takes a few minutes.
 WHOLE = 100
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ def accuracies_at_roots(ranks: Tensor, top: int) -> tuple[list[list[float]], int
 
 def accepted(ranks: Tensor, tree: Tree) -> Tensor:
     """Returns how many draft tokens [n] of a tree a step from each position accepts, given ranks [n, K]."""
-    # The last column stands for any miss.
+    # The last column stands for every rank that the tree does not use.
     children = torch.full((tree.size, max(tree.widths) + 1), -1)
     for child in range(1, tree.size):
         children[tree.parents[child], tree.ranks[child]] = child
@@ -230,8 +230,8 @@ def accepted(ranks: Tensor, tree: Tree) -> Tensor:
 def begins(accepted: Tensor) -> Tensor:
     """Returns a mask [n] of the positions where steps begin, given the number of tokens `accepted` [n] at each.
 
-    A step ends one token after its accepted tokens. The positions are those of whole answers, and
-    no step accepts tokens past the end of its answer.
+    A step ends one token after its accepted tokens. The positions belong to whole answers, and no
+    step accepts tokens past the end of its answer.
     """
     roots = torch.zeros(len(accepted), dtype=torch.bool)
     at = 0

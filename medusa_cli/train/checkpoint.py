@@ -25,7 +25,7 @@ MAY_CHANGE = ("train.checkpoint_every", "train.gradient_checkpointing", "train.s
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Holds the state of a training run after some steps.
+    """Holds the state of a training run after `step` steps.
 
     data: the digest of the data set. arithmetic: the quantization and number type of the hidden states.
     """
@@ -143,7 +143,7 @@ def load(path: Path) -> Checkpoint:
 def load_best(run: Run) -> Best | None:
     """Reads the best weights of a training run, or returns None if it has none yet.
 
-    Raises UserError if they are damaged.
+    Raises UserError if the weights are damaged.
     """
     path = best_path(run)
     return _read(path, Best) if path.is_file() else None

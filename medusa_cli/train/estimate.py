@@ -35,7 +35,7 @@ def estimate(
     """Estimates the cost of `train` with the same arguments, without writing anything.
 
     tokens_to_run: the number of tokens whose hidden states are not stored yet. disk_bytes: the size
-    of those states. memory_bytes: the peak memory of this process so far, which is also the peak of
+    of these states. memory_bytes: the peak memory of this process so far, which is also the peak of
     training. seconds: the time for hidden states, training and validations.
     """
     setup.check_recipe(recipe)

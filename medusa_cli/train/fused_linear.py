@@ -16,8 +16,8 @@ from torch.nn import functional as F
 # Such small blocks would leave a GPU idle.
 ROWS = 128
 GPU_ROWS = 4096
-# Takes logits [n, M] and the slice of rows they belong to. Returns the summed loss, and overwrites
-# the logits with its gradient.
+# Takes logits [n, M] and the slice of rows to which they belong. Returns the summed loss, and
+# overwrites the logits with its gradient.
 RowLoss = Callable[[Tensor, slice], Tensor]
 
 
@@ -91,7 +91,7 @@ def kernel_of(device: torch.device) -> "Callable[..., Tensor] | None":
             torch.allclose(ours, plain, atol=1e-5) for ours, plain in zip(*results, strict=True)
         )
         return kernel if same else None
-    except Exception:  # errors of many types, without Triton or on a GPU that Triton does not know
+    except Exception:  # many types of errors, without Triton or on GPUs unknown to Triton
         return None
 
 

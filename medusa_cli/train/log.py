@@ -43,7 +43,7 @@ class Stepped:
 class Validated:
     """Records each head's loss and top-1 accuracy on held-out conversations after `step` steps.
 
-    A head without a target there has no loss and no accuracy.
+    A head without a target in these conversations has no loss and no accuracy.
     """
 
     step: int
@@ -61,7 +61,7 @@ class Validated:
 
 
 def acceptance_of(accuracies: Sequence[float | None]) -> float:
-    """Returns 1 + a_1 + a_1 a_2 + ... for top-1 accuracies a_k, as if the heads were right independently.
+    """Returns 1 + a_1 + a_1 a_2 + ... for top-1 accuracies a_k, as if the heads' guesses were independent.
 
     The chain ends at the first head without an accuracy.
     """

@@ -28,7 +28,7 @@ from medusa_cli.train.losses import BatchLoss, stage_1_loss, stage_2_loss
 from medusa_cli.train.schedules import learning_rate, peak_rates
 
 CLIP = 1.0  # maximum norm of the gradient
-# Positions between returns of freed memory to the system.
+# Number of positions after which freed memory is returned to the system.
 POSITIONS_PER_TRIM = 10_000
 BETAS = (0.9, 0.95)
 
@@ -53,7 +53,7 @@ class Trainer:
     The drafter is converted to fp32 (master weights) and computes in the recipe's dtype. With `resume`, training
     continues from the run's checkpoint, with the same batches and learning rates as without the interruption.
     seconds_left: returns the time that is left for the training. If the remaining steps would take longer, the last
-    ones are left out, and the learning rate falls over the others. If there are several processes, each takes a share
+    steps are left out, and the learning rate falls over the others. If there are several processes, each takes a share
     of every step's micro-batches. A step is therefore the same for any number of processes.
     """
 
@@ -242,7 +242,7 @@ class Trainer:
         losses = []
         for module in modules:
             module.eval()
-        # no_grad instead of inference_mode, under which autocast would keep its cast weights for
+        # This uses no_grad, because under inference_mode, autocast would keep its cast weights for
         # the next training step.
         with torch.no_grad():
             for items, counts in self.world.micro_batches(self.validation):
@@ -343,7 +343,7 @@ class Trainer:
             ) from reason
         self.step = checkpoint.step
         best = checkpoints.load_best(self.run)
-        # Later steps are run again, including their validations.
+        # Steps after the checkpoint are run again, including their validations.
         if best is not None and best.step <= self.step:
             self.best = best.step, best.acceptance
 

@@ -34,7 +34,7 @@ LM_ROWS = 64
 GPU_LM_ROWS = 1024
 # Share of the tokens in sampled softmax that are drawn from the less likely tokens.
 DRAWN = 0.25
-# One position in this many is used to find the teacher's most likely tokens in a batch.
+# One of this many positions is used to find the teacher's most likely tokens in a batch.
 ASKED = 8
 
 
@@ -138,7 +138,7 @@ def stage_2_loss(
 def model_loss(
     backbone: Backbone, batch: Batch, original: Batch | None, objective: str, measure: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the mean L_LM over the answer tokens and, with `measure`, figures on how far the model has moved.
+    """Returns the mean L_LM over the answer tokens and, with `measure`, figures on the model's change.
 
     original: the batch that the original model computed, or None if this model is not kept or not
     needed.

@@ -276,7 +276,8 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
                 "use train.tuning=lora, or a folder or hub id with the model's safetensors",
             )
         options = replace(options, quantize="bnb.nf4")
-    # In fp32 training, nothing casts the states of a bf16 network for the heads.
+    # In fp32 training, the states of a bf16 network are not cast for the heads, so the network is
+    # loaded in fp32.
     if train.dtype == "fp32" and options.dtype == "auto":
         options = replace(options, dtype="fp32")
     options = without_fp16(recipe, options)
@@ -370,8 +371,9 @@ def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool
     """Copies the run's drafter into a new drafter of the same shape; returns False if the run has no such drafter.
 
     The drafter may belong to a model with other weights, such as the base of a fine-tune. adapted:
-    also copies stage 2 heads, with the adapter to which they belong. The new drafter may have more
-    prefix layers and more blocks per head, because these have no effect before they are trained.
+    True also copies stage 2 heads, with the adapter to which they belong. The new drafter may have
+    more prefix layers and more blocks per head, because these have no effect before they are
+    trained.
     """
     if not run.has_drafter:
         return False

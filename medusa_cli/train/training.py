@@ -252,7 +252,7 @@ def _warn_of_short_answers(name: str, items: Sequence[Conversation], heads: int)
 
 
 def _report(event: Validated) -> None:
-    """Logs a validation; in stage 2 also how far the model has changed, with a warning if it is too far."""
+    """Logs a validation; in stage 2 also how far the model has changed, with a warning if this is too far."""
     text = f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {shares(event.accuracies)}, "
     text += f"simulated {event.acceptance:.2f} tokens per step"
     parts = event.parts

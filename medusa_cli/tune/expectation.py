@@ -36,7 +36,8 @@ NOTHING = 3_000
 ADAPTED_POSITIONS = 220_000
 ADAPTED_NODES = 8
 ADAPTED_GAIN = 0.87 / 0.69
-# The drafter whose accuracies show how acceptance falls with position and rank.
+# The included drafter whose accuracies serve as an example of how acceptance falls with position
+# and rank.
 TYPICAL = "qwen2.5-coder-1.5b"
 # The expected time to draft a level with a drafter that is not trained yet, as a share of a plain
 # step.
@@ -82,7 +83,7 @@ def adapted(accuracies: Accuracies, positions: float, limit: float) -> list[list
 
 
 def scaled(accuracies: Accuracies, nodes: int, length: float) -> list[list[float]]:
-    """Returns the accuracies times the factor at which the best tree of `nodes` nodes reaches an expected length."""
+    """Returns the accuracies times the factor at which the best tree of `nodes` nodes reaches a length of `length`."""
 
     def times(factor: float) -> list[list[float]]:
         return [[share * min(factor, 1 / max(sum(row), share)) for share in row] for row in rows]

@@ -51,7 +51,7 @@ OnTick = Callable[[str], None]
 
 
 def ready_drafters(model: ModelSource) -> dict[str, Choice]:
-    """Returns the drafters of a model that need no training: an included one that fits it, and its own MTP layer."""
+    """Returns a model's drafters that need no training: an included drafter that fits, and the model's MTP layer."""
     drafters: dict[str, Choice] = {}
     if related := shipped_by_shape(model):
         drafters["start"] = choose(model, None, f"{related[0].path}/", None)

@@ -9,8 +9,7 @@ from medusa_cli.errors import UsageError
 from medusa_cli.tree.search import Accuracies, StepTimes
 from medusa_cli.tune.expectation import REACHED_NODES, adapted, reached, scaled, speedup
 
-# The planned number of passes over the data, and the maximum number, for a time that is longer than
-# planned passes take.
+# The planned number of passes over the data, and the maximum number of passes if time is left.
 EPOCHS = 3
 MAX_EPOCHS = 8
 # Calibration and the last comparison take this many times as long as the first comparison, which
@@ -56,7 +55,7 @@ class Measured:
 
     @property
     def step_times(self) -> StepTimes:
-        """Returns the step times; a pass that was measured as faster than a smaller pass gets the smaller pass's."""
+        """Returns the step times, in which no pass is faster than a smaller pass."""
         rows, seconds = zip(*sorted(self.verify), strict=True)
         return StepTimes(dict(zip(rows, accumulate(seconds, max), strict=True)), dict(self.draft))
 
@@ -71,7 +70,7 @@ class Plan:
     """Holds how the time is divided, and the expected speedup.
 
     drafter: "start" if a related model's drafter is trained further, otherwise the kind of the new
-    drafter. tokens: the number of answer tokens to distill, in addition to the known ones.
+    drafter. tokens: the number of answer tokens to distill, in addition to those that the data has.
     """
 
     time_s: float
@@ -84,7 +83,7 @@ class Plan:
 
 
 def plan(time_s: float, used_s: float, measured: Measured, known: int = 0) -> Plan:
-    """Returns the plan for a time, of which `used_s` seconds have passed.
+    """Returns the plan for `time_s` seconds, of which `used_s` have passed.
 
     known: the number of answer tokens that the data already has. The time is halved as long as its
     second half would gain less than WORTH.

@@ -78,9 +78,9 @@ log = logging.getLogger(__name__)
 class State:
     """Holds the request for a tuning, the seconds it used, and the result of each part that has ended.
 
-    promised: the speedup that was expected. drafter: the kind that is trained. distilled: the number of answer tokens.
-    words: the recipe's settings, once training has begun. tree_nodes: the size of the saved tree, or 0 if there is no
-    tree. after: the results of the last comparison. chosen: the fastest method.
+    promised: the speedup that the plan expected. drafter: the kind that is trained. distilled: the number of answer
+    tokens. words: the recipe's settings, once training has begun. tree_nodes: the size of the saved tree, or 0 if there
+    is no tree. after: the results of the last comparison. chosen: the fastest method.
     """
 
     model: str
@@ -156,7 +156,7 @@ class Tuning:
         return self.state.measured
 
     def work(self) -> None:
-        """Runs the parts that have not ended."""
+        """Runs the parts that are not complete yet."""
         if self.state.after is not None:
             return
         seeds, source = read_prompts(self.model, self.data)
@@ -185,7 +185,7 @@ class Tuning:
             write_json(self.run.path / STATE, asdict(self.state))
 
     def _tick(self, part: str, expected: Callable[[], float | None] = lambda: None) -> None:
-        """Saves the seconds every few seconds, and prints the progress every minute."""
+        """Saves the time used every few seconds, and prints the progress every minute."""
         now = time.monotonic()
         if now - self._saved > SAVE_S:
             self._note()
@@ -195,7 +195,7 @@ class Tuning:
             gain = "" if figure is None else f"; expect {interval(figure)}"
             log.info(f"{span(self.used_s)} of {span(self.time_s)}: {part}{gain}")
 
-    # Before the work
+    # Measuring and planning
 
     @property
     def _answer_tokens(self) -> int:
@@ -274,7 +274,7 @@ class Tuning:
             return "more time would bring less than 1 % more"
         return f"{span(3 * self.state.time_s)} would bring {interval(more)}"
 
-    # The work
+    # Distilling, training, calibrating and choosing
 
     @property
     def _on_gpu(self) -> bool:
