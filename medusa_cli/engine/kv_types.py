@@ -19,7 +19,7 @@ BLOCK = SCALE + UNIT
 
 
 def head_bytes(format: Format, dim: int) -> tuple[int, int]:
-    """Returns the bytes of a head's key and value, both padded to whole blocks; values are also padded to tiles."""
+    """Returns the bytes of a head's key and value, both padded to whole blocks, values also to 16 numbers."""
     key = padded(dim, format.block)
     return format.row_bytes(key), format.row_bytes(padded(key, TILE))
 
