@@ -61,8 +61,8 @@ def load_model(
 ) -> LoadedModel:
     """Loads the chosen model, drafter and tree; raises UserError if they do not fit together.
 
-    chat: require a chat template. show: shows how many steps were timed, if `--tree auto` is used with a drafter for
-    the first time on this machine.
+    chat: True requires a chat template. show: shows how many steps were timed, if `--tree auto` is used with a drafter
+    for the first time on this machine.
     """
     tree = static_tree(choice)  # unusable files are rejected before the model is loaded
     options = as_trained(options, choice.trained)

@@ -455,7 +455,7 @@ def spread_out(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def load(choice: Choice, loading: LoadFlags, *, chat: bool = False) -> "LoadedModel":
-    """Loads the chosen model and drafter, with a progress bar while steps are timed. chat: require a chat template."""
+    """Loads the chosen model and drafter, with a progress bar while steps are timed. chat: requires a chat template."""
     from medusa_cli.loading import load_model
 
     with console.bars() as show:

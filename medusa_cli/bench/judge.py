@@ -55,7 +55,7 @@ class Task(NamedTuple):
 
 
 def tasks(questions: Sequence[Question], texts: Texts, reference: str) -> Iterator[Task]:
-    """Yields a grading task for every answer of every method, and tasks that compare it with the reference's answer.
+    """Yields a grading task for every answer of every method, and tasks that compare the answer with the reference's.
 
     All methods answer a later turn after the reference's earlier answers, so these are also in the task. Each pair of
     answers is compared in both orders. Identical answers are not compared, because they are ties.

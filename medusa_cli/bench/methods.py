@@ -75,7 +75,7 @@ def choose_files(
 
 
 def _runs_of(names: Sequence[str], outer: Run | None, run: str | None) -> dict[str, str | None]:
-    """Returns the run of each drafter among the names: the run of that name inside the run, or the run itself."""
+    """Returns the run of each drafter among the names: the run of that name inside `outer`, or `run` itself."""
     inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
     named = [name for name in names if name in DRAFTERS or name in inner]
     if named == ["medusa"]:

@@ -118,8 +118,8 @@ def measure(
     answer_s = verify[max(verify)] / max(verify) + (plain["first_token_s"] or 0.0) / ANSWER
     if recipe.distill.endpoint is not None:
         answer_s = 1 / (SERVED * plain["tokens_per_s"])
-    # Answers are repeated to about the length of distilled ones. Otherwise, prompts would have too
-    # large a part in the time of drafters that read them.
+    # Answers are repeated to about the length of distilled ones. Otherwise, drafters that read
+    # prompts would spend too much of their time on them.
     repeats = max(1, ANSWER // tokens)
     longer = [" ".join([answer] * repeats) for answer in answers]
     facts = _time_training(recipe, questions, longer, options, start)

@@ -99,7 +99,7 @@ class State:
 
 
 class Tuning:
-    """Tunes a model in a run within `time_s` seconds; `dry` measures and plans only, and writes nothing.
+    """Tunes a model in a run within `time_s` seconds; with `dry`, only measures and plans, and writes nothing.
 
     An interrupted run is continued. If `time_s` is longer than before, more data is distilled and
     training begins again.
