@@ -18,13 +18,13 @@ from medusa_cli.model.grouped_attention import NAME, register
 from medusa_cli.model.masks import Masks
 from medusa_cli.model.vocabulary import Vocabulary, eos_ids_of
 
-# Maximum number of positions of models without a limit, such as Mamba.
+# Maximum number of positions for models that state none, such as Mamba.
 UNBOUNDED = 1 << 20
-# Types of rotary embeddings that change beyond the original context. Rows already in the cache
-# would have been rotated by the old ones.
+# Types of rotary embeddings that change beyond the original context. Keys that are already in the
+# cache would keep the rotation from before the change.
 CHANGING_ROPE = ("longrope", "dynamic")
-# The process that made the first backbone. In a fork of it, torch waits for threads that do not
-# exist there.
+# The process that made the first backbone. In a fork of this process, torch waits for threads that
+# do not exist there.
 _first_process: int | None = None
 
 
@@ -58,7 +58,7 @@ def _rows_of(
 class LazyNetwork:
     """Holds a network without weights, which `build` creates on the meta device when it is first needed.
 
-    Building it imports the classes of its model type, which takes more than a second.
+    Building the network imports the classes of its model type, which takes more than a second.
     """
 
     config: Any
@@ -75,9 +75,9 @@ class LazyNetwork:
 class Backbone:
     """Holds a frozen causal LM, unmodified except for its attention function, and the engine that runs it.
 
-    weights, adapter: the digests of their files. embedding: a layer that looks up tokens. lm_head: a
-    function that returns the lm_head's weight and bias. The last two are given for a network on the
-    meta device, where only the engine holds weights.
+    weights, adapter: the digests of their files. embedding: a layer that looks up tokens. lm_head: a function that
+    returns the lm_head's weight and bias. embedding and lm_head are given for a network on the meta device, where only
+    the engine holds weights.
     """
 
     engine: Any  # an engine.Engine, which this package must not import
@@ -210,7 +210,7 @@ class Backbone:
     ) -> str:
         """Returns the text of token ids, without special tokens except those in `keep`.
 
-        clean_up: remove blanks before punctuation; None: as the tokenizer is set.
+        clean_up: remove blanks before punctuation; None: as the tokenizer's setting says.
         """
         shown = (
             [id for id in ids if id in keep or id not in self.special_ids] if keep else list(ids)
@@ -225,7 +225,7 @@ class Backbone:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Returns the ids of special tokens. The tokenizer needs milliseconds to list thousands of them."""
+        """Returns the ids of special tokens, kept because the tokenizer needs milliseconds to list thousands of them."""
         added = self.tokenizer.added_tokens_decoder
         return frozenset(id for id, token in added.items() if token.special)
 
@@ -263,7 +263,7 @@ def text_config(config: Any) -> Any:
     """Returns the text part of a model's config, in a form in which every field can be read.
 
     Otherwise, transformers raises an error when code reads a field that differs between layers,
-    even with a default value.
+    even if the code gives a default value.
     """
     text = config.get_text_config()
     text.allow_global_per_layer_attribute_access = True
@@ -283,7 +283,7 @@ def text_model(network: Any) -> Any:
 def has_tied_head(network: Any) -> bool:
     """Returns True if a network's lm_head shares the weight of its embeddings.
 
-    The config cannot tell: the configs of a whole model and of its text part may differ, and files
+    The config does not tell: the configs of a whole model and of its text part may differ, and files
     may hold both weights.
     """
     return network.get_output_embeddings().weight is network.get_input_embeddings().weight
@@ -299,7 +299,7 @@ def untie_head(network: Any) -> None:
 
 
 def auto_class(config: Any) -> Any:
-    """Returns the transformers class that loads a config's model; some vision models are not causal LMs there."""
+    """Returns transformers' class that loads a config's model; not all vision models count as causal LMs there."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     known = type(config) in AutoModelForCausalLM._model_mapping
@@ -322,7 +322,7 @@ LOGIT_CHANGES: dict[str, Callable[[Tensor, float], Tensor]] = {
 def finish_logits(config: Any, scores: Tensor) -> Tensor:
     """Returns a model's logits, computed from its lm_head's scores according to its text config.
 
-    The best token stays the best. `check_network` verifies the logits.
+    The likeliest token stays the likeliest. `check_network` verifies the logits.
     """
     for name, change in LOGIT_CHANGES.items():
         by = getattr(config, name, None)
@@ -332,11 +332,11 @@ def finish_logits(config: Any, scores: Tensor) -> Tensor:
 
 
 def tapped(out: Any, taps: Sequence[int]) -> Tensor:
-    """Returns the tapped states [.., H * taps] of a network's output; raises UserError if its layers lack them."""
+    """Returns the tapped states [.., H * taps] of a network's output; raises UserError if the output lacks them."""
     final: Tensor = out.last_hidden_state
     if tuple(taps) == (-1,):
         return final
-    # hidden_states[0] is the embedding, so the output of layer t is at t + 1.
+    # hidden_states[0] is the embedding, so the output of layer t is at index t + 1.
     by_layer = out.hidden_states
     if max(taps) + 1 >= len(by_layer) or by_layer[1].shape != final.shape:
         fault = "some layers of this model give no state of a token, or several, which aux hidden state layers need"
@@ -366,7 +366,7 @@ def _names_in(forward: Callable[..., Any]) -> Sequence[str]:
 class Layers:
     """Holds the parts that most decoders consist of: embedding, rotary embeddings, layers and last norm.
 
-    Raises Unsupported if one is missing.
+    Raises Unsupported if one of these parts is missing.
     """
 
     def __init__(self, model: Any) -> None:
@@ -424,9 +424,9 @@ def key_sizes(config: Any) -> tuple[int, int]:
 def usable_positions(config: Any) -> int:
     """Returns a model's maximum number of positions.
 
-    This is the context, or the original context if the rotary embeddings change beyond it. For
-    Moshi it is the sliding window. In transformers, the tokens of a longer prompt see the whole
-    prompt, but an answer's tokens see only the window.
+    This is the context, or the original context if the rotary embeddings change beyond it. For Moshi it is the
+    sliding window: in transformers, the tokens of a longer prompt see the whole prompt, but an answer's tokens see only
+    the window.
     """
     context = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
     if config.model_type == "moshi" and config.sliding_window:
@@ -464,7 +464,7 @@ def identity_of(
 
 
 def quantization_of(config: Any) -> str | None:
-    """Returns bitsandbytes' quantization of a model's weights as in `LoadOptions.quantize`; None without one."""
+    """Returns bitsandbytes' quantization of a model's weights as in `LoadOptions.quantize`; None if there is none."""
     settings = getattr(config, "quantization_config", None)
     if getattr(settings, "load_in_4bit", False):
         return "bnb.nf4"

@@ -1,7 +1,7 @@
 """Conversion of conversations into token ids and answer spans; chat templates need no generation marks.
 
-The template is rendered up to the start of each answer and up to its end. The difference is the
-answer with its end token.
+The template is rendered up to the start of each answer, and up to the answer's end. The difference
+is the answer with its end token.
 """
 
 import json
@@ -56,8 +56,8 @@ def render(
 ) -> str:
     """Returns the text of messages in the chat template; `prompt` adds the beginning of the next answer.
 
-    template: more arguments for transformers' `apply_chat_template`, which passes unknown ones on to
-    the template.
+    template: more arguments for transformers' `apply_chat_template`, which passes unknown arguments on
+    to the template.
 
     Raises UserError if the model has no template or if rendering takes too much time or memory, and
     Malformed if the template refuses the messages.
@@ -95,15 +95,15 @@ def chat_prompt(
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Raises TimeoutError in a block after MAX_SECONDS, and MemoryError if it takes MAX_BYTES more memory.
+    """Raises TimeoutError in a block after MAX_SECONDS, and MemoryError if the block takes MAX_BYTES more memory.
 
     Both limits are checked every TICK_S seconds, between two operations. In our own program, the
-    system also refuses an operation that takes more memory. Afterwards, a caller of the Python API
-    has its alarm back, with the remaining time. The limits apply only in the main thread, as no
+    system also refuses an operation that takes more memory. Afterwards, an alarm that a caller of the
+    Python API had set is back, with the remaining time. The limits apply only in the main thread, as no
     other thread can be interrupted. A server renders in a separate process (`serve.templates`).
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGALRM) is None:  # a handler that was set in C
+    if not is_main or signal.getsignal(signal.SIGALRM) is None:  # None: a handler was set in C
         yield
         return
 
@@ -172,7 +172,7 @@ def check_template(model: ChatTokenizer) -> None:
 def token_ids(model: ChatTokenizer, text: str, *, begin: bool = False) -> list[int]:
     """Returns the token ids of a text. begin: add the special tokens that the tokenizer puts before a text.
 
-    Those that it puts after a text, such as an end token, are left out, as an answer follows.
+    Special tokens that the tokenizer puts after a text, such as an end token, are left out, because an answer follows.
 
     Raises UserError for text that UTF-8 cannot encode, and for ids beyond the model's vocabulary.
     """
@@ -188,7 +188,7 @@ def token_ids(model: ChatTokenizer, text: str, *, begin: bool = False) -> list[i
 
 
 def _begun(tokenizer: Any, text: str, plain: list[int]) -> list[int]:
-    """Returns a text's token ids with the special tokens that its tokenizer puts before it, given those without."""
+    """Returns a text's token ids with the special tokens that the tokenizer puts before it. plain: the ids without."""
     whole: list[int] = tokenizer.encode(text, add_special_tokens=True)
     if not plain:
         names = ("eos_token_id", "sep_token_id", "bos_token_id")
@@ -204,7 +204,7 @@ def _begun(tokenizer: Any, text: str, plain: list[int]) -> list[int]:
 def after_answer(
     model: ChatTokenizer, messages: list[dict[str, str]], *, prompt: bool
 ) -> str | None:
-    """Returns the text after the last answer of the messages, or None if the template rewrites what is before it."""
+    """Returns the text after the last answer of the messages, or None if the template rewrites the text before it."""
     last = max(at for at, message in enumerate(messages) if message["role"] == "assistant")
     before = render(model, messages[:last], prompt=True)
     whole = render(model, messages, prompt=prompt)
@@ -248,7 +248,7 @@ def _extend(
     *,
     prompt: bool,
 ) -> str:
-    """Appends the tokens that the template adds to `text`; returns the longer text."""
+    """Renders the messages, appends the tokens of the text that follows `text`, and returns the whole text."""
     longer = render(model, messages, prompt=prompt)
     if not longer.startswith(text):
         raise UserError(

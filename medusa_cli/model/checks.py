@@ -112,14 +112,15 @@ def check_network(network: Any, model: str) -> None:
     table = network.get_input_embeddings().weight
     head = network.get_output_embeddings()
     ids = torch.arange(PROBE, device=table.device)[None] % len(table)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # some warn without a mask
+    # Some networks warn if no mask is given.
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     passes: list[Any] = []
     hook = text_model(network).register_forward_hook(
         lambda module, args, out: passes.append(out[0])
     )
     try:
         logits = network(**inputs).logits.float()
-        # OPT runs only a part of its base model.
+        # OPT runs only a part of its base model, so the hook is not called.
         states = passes[0] if passes else text_model(network)(**inputs)[0]
         # Mamba's states are fp32.
         own = finish_logits(network.config.get_text_config(), head(states.to(table.dtype))).float()
@@ -145,8 +146,8 @@ def check_network(network: Any, model: str) -> None:
 
 
 def _looks_ahead(network: Any, ids: Tensor, logits: Tensor) -> bool:
-    """Returns True if logits [1, n, V] of ids [1, n] change without the later half, as in a prefix LM."""
-    # Only networks with a prefix LM read these token types.
+    """Returns True if the first half of logits [1, n, V] changes without the second half of the ids [1, n]."""
+    # Only prefix LMs read token types.
     if "token_type_ids" not in signature(type(network).forward).parameters:
         return False
     half = ids[:, : ids.shape[1] // 2]
@@ -155,7 +156,7 @@ def _looks_ahead(network: Any, ids: Tensor, logits: Tensor) -> bool:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """Returns the median difference between rows [n, V], relative to their norm; a few may diverge at near-ties."""
+    """Returns the median difference between rows [n, V], relative to their norm; a few rows may differ at near-ties."""
     size = theirs.norm(dim=-1).clamp(min=1e-9)  # a padding token may give zeros
     return float(((ours - theirs).norm(dim=-1) / size).median())
 

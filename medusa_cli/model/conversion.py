@@ -1,7 +1,7 @@
 """The tensors of a checkpoint from which a network's weights are made.
 
 Published files may have other names, and merged or transposed tensors. transformers' own rules
-convert them, as when it loads the network.
+convert these tensors, as they do when transformers loads the network.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,8 +25,8 @@ from transformers.core_model_loading import (
 class Source:
     """The tensors of a checkpoint that make one weight of a network, or several at once.
 
-    name: the first of these weights. stored: names in the checkpoint by the converter's patterns; a pattern has several
-    if a module list is merged. converter: None for a tensor that is used unchanged.
+    name: the first of these weights. stored: the tensors' names in the checkpoint, by the converter's patterns; a
+    pattern has several names if a module list is merged. converter: None for a tensor that is used unchanged.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Source:
 
     @property
     def stacks(self) -> list[list[str]]:
-        """Returns the names of the matrices that are stacked, by pattern; empty for any other conversion."""
+        """Returns the names of the matrices that are stacked, by pattern; an empty list for any other conversion."""
         if self.converter is None:
             return []
         merge, *more = self.converter.operations
@@ -66,7 +66,7 @@ class Source:
 
 
 def sources_of(stored: Iterable[str], network: Any) -> tuple[dict[str, Source], list[str]]:
-    """Returns the source of each weight of a network, and the tensors of the checkpoint that the network lacks.
+    """Returns the source of each weight of a network, and the names of the tensors that the network does not use.
 
     stored: the names in the checkpoint. network: may be on the meta device.
     """

@@ -10,7 +10,7 @@ from medusa_cli.files.model_source import ModelSource
 from medusa_cli.files.safetensors_files import opened
 from medusa_cli.model.weights import gguf_slices
 
-# A tensor's sample has this many windows of this many numbers, from its beginning to its end.
+# A tensor's sample has this many windows of this many numbers, spread from the tensor's beginning to its end.
 WINDOWS = 4
 WIDTH = 64
 # Maximum number of tensors sampled from a checkpoint, which may have many thousands of experts.

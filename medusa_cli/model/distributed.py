@@ -37,7 +37,7 @@ class Distributed:
     ) -> "Distributed":
         """Reads the launcher's environment variables and joins the process group.
 
-        If each process has a GPU, tensors there are summed through NCCL, and all others through gloo. A given `backend`
+        If each process has a GPU, tensors on GPUs are summed through NCCL, all others through gloo. A given `backend`
         is used for all tensors instead. Raises UsageError if a machine has fewer GPUs than processes.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -83,9 +83,9 @@ class Distributed:
         return [*own, (items[-1], False)] if self.rank >= self.size - missing else own
 
     def exchanging(self, module: nn.Module, *, unused: bool) -> nn.Module:
-        """Returns a module whose gradients are averaged over the processes; its weights become the first one's.
+        """Returns a module whose gradients are averaged over the processes; its weights become the first process's.
 
-        unused: some weights may have no gradient; one that no process has stays None.
+        unused: some weights may have no gradient; a gradient that no process has stays None.
         """
         if self.size == 1:
             return module
@@ -107,7 +107,7 @@ class Distributed:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Runs the block in the first process, then in the others, which read what it wrote."""
+        """Runs the block in the first process, then in the others, which may read what the first wrote."""
         if not self.first:
             self.wait()
         yield

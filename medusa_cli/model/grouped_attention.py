@@ -29,7 +29,7 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Returns the attention [B, n, G*KV, D] of query [B, G*KV, n, D] over key and value [B, KV, L, D].
 
-    attention_mask: an additive mask [B, 1, n, L]; an empty one means a causal mask, for which n is
+    attention_mask: an additive mask [B, 1, n, L]; an empty mask stands for a causal mask, for which n is
     L. The G query heads of a key head become G*n rows of one call, so that a cache of L positions
     is read once and not copied G times. options: softcap, a bound on the scores; s_aux [G*KV], the
     scores of attention sinks. Raises ValueError for a relative position bias.
@@ -102,7 +102,7 @@ def _attend_by_scores(
 
 
 def _no_mask(*_: object, **__: object) -> None:
-    """Raises RuntimeError: the backbone always passes a finished mask, so transformers must not build one."""
+    """Raises RuntimeError, because the backbone always passes a finished mask and transformers must not build one."""
     raise RuntimeError("it builds attention masks of its own")
 
 
@@ -118,6 +118,6 @@ def register() -> None:
 def cache_name(forward: Callable[..., Any]) -> str:
     """Returns the name of the cache argument of a network's or a layer's `forward`.
 
-    transformers 5.24 renamed it, but Python files that come with a model may use the old name.
+    transformers 5.24 renamed the argument, but Python files that come with a model may use the old name.
     """
     return "cache" if "cache" in signature(forward).parameters else "past_key_values"

@@ -27,7 +27,8 @@ from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 FLOATS = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "F64": torch.float64}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
-# Fields and values of models with random weights, to time models that cannot be downloaded.
+# Config fields of models with random weights, and their values by shape. They serve to time models that cannot be
+# downloaded.
 FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -57,8 +58,8 @@ def load_network(
 ) -> tuple[Any, Any]:
     """Returns the unmodified transformers model, on the device, and its tokenizer.
 
-    The device "auto" is CUDA if available. The dtype "auto" is that of the checkpoint, or fp32 on a CPU without
-    instructions for it. A model "random:SHAPE" has random weights and no tokenizer. shard: see split_layers.
+    The device "auto" is CUDA if available. The dtype "auto" is that of the checkpoint, or fp32 on a CPU that has no
+    instructions for that type. A model "random:SHAPE" has random weights and no tokenizer. shard: see split_layers.
     chat_template: replaces the tokenizer's template. Raises UserError for a model that is missing, damaged or unusable.
     """
     device = resolve_device(options.device)
@@ -268,14 +269,14 @@ def use_device(device: str) -> None:
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
-    """Returns the name of a number type of models in `--dtype`."""
+    """Returns the name of a number type as given to `--dtype`."""
     return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 def resolve_dtype(
     dtype: str, model: ModelSource, device: str, trust_remote_code: bool = False
 ) -> torch.dtype:
-    """Returns the torch dtype for a setting."""
+    """Returns the torch dtype for the setting `dtype`."""
     if dtype != "auto":
         return DTYPES[dtype]
     own = checkpoint_dtype(model, trust_remote_code)
@@ -284,7 +285,7 @@ def resolve_dtype(
 
 
 def has_own_code(model: ModelSource) -> bool:
-    """Returns True if a model's config refers to Python files that come with it."""
+    """Returns True if a model's config refers to Python files that come with the model."""
     from transformers import PretrainedConfig
 
     return (
@@ -293,7 +294,7 @@ def has_own_code(model: ModelSource) -> bool:
 
 
 def read_config(model: ModelSource, trust_remote_code: bool = False, whole: bool = False) -> Any:
-    """Returns a model's text config, or its `whole` config, without weights; raises UserError if there is none."""
+    """Returns a model's text config or, with `whole`, its whole config; raises UserError for an unusable config."""
     from transformers import AutoConfig
 
     if model.kind == "random":
@@ -309,7 +310,7 @@ def read_config(model: ModelSource, trust_remote_code: bool = False, whole: bool
 
 
 def _agree_on_tied_head(config: Any) -> None:
-    """Lets both a whole config and its text part say that the lm_head is tied if one of them does.
+    """Marks the lm_head as tied in both a whole config and its text part, if one of them says so.
 
     Some classes of transformers read the whole config, others its text part. An lm_head in the
     files is used in any case, as in transformers.

@@ -26,8 +26,8 @@ OWN_WEIGHT = ".base_layer.weight"
 def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
     """Adds new LoRA weights to every linear layer of a network, including the lm_head (Medusa, section 3.2.2).
 
-    The network is changed in place. Call this before it becomes a Backbone, which freezes its
-    weights, and `unfreeze` afterwards.
+    The network is changed in place. Call this before the network becomes a Backbone, which freezes its
+    weights, and call `unfreeze` afterwards.
     """
     with _quiet():
         from peft import LoraConfig, inject_adapter_in_model
@@ -83,7 +83,7 @@ def adapter_off(network: Any) -> Iterator[None]:
 
 
 def take_up(network: Any, folder: Path) -> None:
-    """Copies a saved adapter into the attached one, to continue its training; raises UserError if shapes differ."""
+    """Copies a saved adapter into the attached adapter, to train it further; raises UserError if shapes differ."""
     weights = {name: weight for name, weight in network.named_parameters() if "lora_" in name}
     keys = {name: "base_model.model." + name.replace(".default.", ".") for name in weights}
     saved = read_weights(folder / WEIGHTS, WHAT)
@@ -139,7 +139,7 @@ def save(network: Any, folder: Path, backbone: str) -> None:
 
 
 def merge(network: Any, folder: Path, quantized: bool = False) -> Any:
-    """Returns the network with a saved adapter merged into its weights, or kept separate if they are quantized.
+    """Returns the network with a saved adapter, which is merged into the weights unless these are quantized.
 
     Raises UserError if the adapter does not fit the network.
     """
@@ -189,7 +189,7 @@ def merge(network: Any, folder: Path, quantized: bool = False) -> Any:
 def _own_weights(network: Any, saved: dict[str, Tensor], folder: Path) -> set[str]:
     """Returns the names of the copies of the model's own weights that peft stores with an adapter.
 
-    Raises UserError for a weight that differs from the model's.
+    Raises UserError for a copy that differs from the model's weight.
     """
     modules = dict(network.named_modules())
     copies = {name for name in saved if name.endswith(OWN_WEIGHT)}
@@ -204,7 +204,7 @@ def _own_weights(network: Any, saved: dict[str, Tensor], folder: Path) -> set[st
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences warnings about tied weights (which `untie_head` separates), adapter keys and a name that peft uses."""
+    """Silences warnings about tied weights (`untie_head` separates them), adapter keys and a deprecated name."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
         warnings.filterwarnings("ignore", message="Found missing adapter keys")

@@ -57,7 +57,7 @@ class Masks:
         return sum(kind is not None for kind in self._by_layer)
 
     def for_network(self, masks: dict[str, Tensor]) -> Any:
-        """Returns masks [B, 1, n, L] by kind, as a network expects them, or just the mask if there is one kind."""
+        """Returns masks [B, 1, n, L] by kind, as a network expects them; only the mask itself if there is one kind."""
         by_kind = {kind: mask[:, None] for kind, mask in masks.items()}
         if len(by_kind) <= 1:
             return next(iter(by_kind.values()), None)
@@ -84,7 +84,7 @@ class Masks:
         }
 
     def causal(self, rows: int, device: torch.device) -> dict[str, Tensor]:
-        """Returns causal masks [1, n, n] for n rows by kind; with an empty mask, rows see all earlier rows."""
+        """Returns causal masks [1, n, n] for n rows by kind; an empty mask means that rows see all earlier rows."""
         positions = torch.arange(rows, device=device)
         masks = {}
         for kind in self.kinds:

@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
-# The end of a text that transformers' clean-up may still change when more text follows: it removes
-# blanks of patterns such as " .", " ' " and " n't". Each pattern that is not complete is a blank
-# and some of these letters.
+# The end of a text that transformers' clean-up may still change when more text follows. The clean-up removes
+# blanks in patterns such as " .", " ' " and " n't". The beginning of such a pattern is a blank and some of
+# these letters.
 LONGEST_UNCLEAN = 64
 UNCLEAN = re.compile(f" [ 'nvr]{{0,{LONGEST_UNCLEAN - 1}}}$")
 
 
 def _byte_letters() -> dict[str, int]:
-    """Returns the byte of each letter in tokens of byte-level tokenizers, as in GPT-2."""
+    """Returns the byte that each letter stands for in the tokens of byte-level tokenizers, as in GPT-2."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in plain]
     letters = {chr(byte): byte for byte in plain}
@@ -36,7 +36,7 @@ class Vocabulary:
         decoder = getattr(backend, "decoder", None)
         kinds = _kinds(json.loads(decoder.__getstate__())) if decoder is not None else set()
         self._byte_level = "ByteLevel" in kinds
-        # The bytes of tokens by byte fallback, such as `<0x0A>`.
+        # The bytes of tokens that each stand for one byte (byte fallback), such as `<0x0A>`.
         self._bytes: dict[int | None, int] = {}
         if "ByteFallback" in kinds:
             self._bytes = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(0x100)}
@@ -63,7 +63,7 @@ class Vocabulary:
         return self._bytes.get(token)
 
     def clean_up(self, text: str) -> str:
-        """Returns a text, cleaned up if the tokenizer does that."""
+        """Returns a text, cleaned up if the tokenizer cleans up texts."""
         return str(self._tokenizer.clean_up_tokenization(text)) if self.cleans_up else text
 
     def settled(self, text: str) -> int:
@@ -82,7 +82,7 @@ class Vocabulary:
 
 
 def _kinds(decoder: dict[str, Any]) -> set[str]:
-    """Returns the types of a decoder and of those that it consists of."""
+    """Returns the types of a decoder and of the decoders that it consists of."""
     inner = [_kinds(part) for part in decoder.get("decoders", ())]
     return {decoder["type"]}.union(*inner)
 

@@ -21,7 +21,7 @@ from medusa_cli.model.checks import unloadable
 from medusa_cli.native.library import UNIT
 from medusa_cli.native.matrix import Floats, Format, RawMatrix
 
-# Other types are converted to fp32.
+# Types of floats that matrices may keep; other types are converted to fp32.
 FLOAT_TYPES = {torch.float32: Format.F32, torch.float16: Format.F16, torch.bfloat16: Format.BF16}
 
 
@@ -51,8 +51,8 @@ class Weights(ABC):
     def experts(self, name: str) -> RawMatrix | None:
         """Returns the matrices of a layer's experts, concatenated; None if a single weight holds all of them.
 
-        name: the name of their module, followed by .gate, .up or .down. The vector NAME_bias holds
-        their biases, if they have any.
+        name: the name of the experts' module, followed by .gate, .up or .down. The vector NAME_bias holds
+        the experts' biases, if they have any.
         """
         return None
 
@@ -119,7 +119,7 @@ class CheckpointWeights(Weights):
         return tensor
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a weight as transformers has it."""
+        """Returns a weight in transformers' form."""
         if name not in self._converted:
             self._converted = self.sources[name].converted(self._read, self.network)
         return self._converted[name]
@@ -136,7 +136,7 @@ class CheckpointWeights(Weights):
         return tuple(self.sources[name].converted(self._empty, self.network)[name].shape), True
 
     def _empty(self, stored: str) -> Tensor:
-        """Returns a tensor of the shape that a stored one has, without memory."""
+        """Returns a tensor with the shape of a stored tensor, on the meta device."""
         return torch.empty(self.parts[stored].get_slice(stored).get_shape(), device="meta")
 
     def vector(self, name: str) -> Floats:
@@ -181,7 +181,7 @@ class GgufWeights(Weights):
         raw = RawMatrix(Format[tensor.type], rows, inputs)
         order = self.names.order(name)
         raw = raw if order is None else raw.reordered(np.array(order))
-        # the columns are moved across blocks, whose numbers share factors
+        # Columns move from block to block, and the numbers of a block share factors, so the result is floats.
         columns = self.names.columns(name)
         return raw if columns is None else RawMatrix.of(raw.floats()[:, columns])
 
@@ -236,7 +236,7 @@ class GgufWeights(Weights):
                 yield name, torch.tensor(self.matrix(name).floats()).view(shape)
 
     def _gate_and_up(self, module: str, kind: str = "") -> Tensor:
-        """Returns the outputs of gate and up [experts, 2 * outputs, ..] in the network's order."""
+        """Returns the matrices or biases of gate and up [experts, 2 * outputs, ..], in the network's order."""
         gate = self.stacked(f"{module}.gate{kind}")
         up = self.stacked(f"{module}.up{kind}")
         if self.names.has_transposed_experts:
@@ -248,7 +248,7 @@ class GgufWeights(Weights):
 
 
 class GgufSlice:
-    """Reads a weight of a GGUF file, or one expert's part of it, when it is sliced, like safetensors' slices."""
+    """Reads a weight of a GGUF file, or one expert's part of it, only when sliced, like a slice of safetensors."""
 
     def __init__(self, weights: GgufWeights, name: str, expert: int | None = None) -> None:
         self.weights = weights
@@ -278,7 +278,7 @@ def gguf_slices(model: ModelSource) -> dict[str, GgufSlice]:
             slices[name] = GgufSlice(weights, name)
             continue
         shape = weights.names.shapes[name]
-        # Other files have one weight per expert.
+        # Other files have one weight per expert, so each expert gets a slice.
         module, _, part = name.rpartition(".")
         for expert in range(shape[0]):
             own = f"{module}.{expert}.{part}_proj.weight"
@@ -303,11 +303,11 @@ def open_weights(model: ModelSource, network: Any) -> Weights:
 
 
 def has_own_head(model: ModelSource, network: Any) -> bool:
-    """Returns True if the files of a model with a tied lm_head hold another matrix for it than the embeddings.
+    """Returns True if a model's lm_head is tied, but its files hold another matrix for it than the embeddings.
 
-    transformers does not tie them in this case, either. network: may be on the meta device.
+    transformers does not tie the two in this case, either. network: may be on the meta device.
     """
-    # In a GGUF file, the lm_head is tied if the file has none; see `write_metadata`.
+    # A GGUF file has a tied lm_head exactly if it holds no matrix for the lm_head; see `write_metadata`.
     if not model.checkpoint or not has_tied_head(network):
         return False
     weights = CheckpointWeights(model.checkpoint, network)
@@ -322,8 +322,8 @@ def has_own_head(model: ModelSource, network: Any) -> bool:
 def _from_mxfp4(blocks: Tensor, scales: Tensor) -> RawMatrix:
     """Returns the matrices of experts [E * outputs, inputs], in blocks as GGUF files have them.
 
-    blocks [E, outputs, groups, 16]: a byte holds two neighboring numbers, the first one in its lower four bits; in
-    GGUF's blocks, it holds a number of the first half of a group and one of the second. scales [E, outputs, groups]
+    blocks [E, outputs, groups, 16]: a byte holds two neighboring numbers, the first in its lower four bits. In GGUF's
+    blocks, a byte holds a number of a group's first half and a number of its second half. scales [E, outputs, groups]
     are exponents. Raises Unsupported for other shapes and types.
     """
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
