@@ -26,7 +26,7 @@ WORDS = {
 class LoadOptions:
     """Options for loading a model: device, number type, engine, quantization, and whether its own code may run.
 
-    activations: their number type for matmuls with quantized weights. kv: the number type of the
+    activations: the number type of activations in matmuls with quantized weights. kv: the number type of the
     native engine's keys and values. exact: on a GPU, no draft changes a greedy answer.
     """
 
@@ -81,9 +81,9 @@ Options = TypeVar("Options", bound=LoadOptions)
 
 
 def as_trained(options: Options, drafter: Path | None) -> Options:
-    """Returns the options with the quantization that a folder's drafter was trained with, unless one is given.
+    """Returns the options. If they name no quantization, adds the one that a folder's drafter was trained with.
 
-    Warns if a different one is given.
+    Warns if they name a different one.
     """
     trained = rounding_in(drafter) if drafter is not None else None
     if trained in (None, options.quantize):

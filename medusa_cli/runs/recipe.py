@@ -19,7 +19,7 @@ Seed = Annotated[int, Meta(ge=0, le=2**62)]
 Layers = tuple[int, ...]
 Positive = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-# With a lower temperature, scores divided by it would exceed the range of their number type.
+# The lowest temperature. Scores divided by a lower temperature would exceed the range of their number type.
 COLDEST = 1e-3
 
 
@@ -219,7 +219,7 @@ class Recipe:
         return dataclasses.asdict(self)
 
     def to_yaml(self) -> str:
-        """Returns the recipe as YAML that load_recipe reads back."""
+        """Returns the recipe as YAML that load_recipe can read."""
         import yaml
 
         return str(yaml.safe_dump(self.to_dict(), sort_keys=False))

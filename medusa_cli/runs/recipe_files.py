@@ -1,4 +1,4 @@
-"""Reads recipes: YAML files, KEY=VALUE words and flags, and what a run was made with."""
+"""Reads recipes from YAML files, KEY=VALUE words and flags, and the settings that a run's drafter records."""
 
 import dataclasses
 import difflib
@@ -98,7 +98,7 @@ def _with(recipe: Recipe, key: str, value: Any, folder: Path | None = None) -> R
 
 
 def _full_name(key: str, source: str) -> str:
-    """Returns the full name of a key; raises UsageError with the nearest known key for an unknown one."""
+    """Returns the full name of a key; for an unknown key, raises UsageError with the nearest known key."""
     key = "drafter.name" if key == "drafter" else key
     if key in types():
         return key
@@ -146,7 +146,7 @@ def _parsed(text: str) -> Any:
 
 
 def template_text(value: str, folder: Path | None = None) -> str:
-    """Returns the text of a chat template: the value itself if it has braces, otherwise the text of that file.
+    """Returns the text of a chat template: the value itself if it has braces, otherwise the text of the file it names.
 
     A recipe may refer only to a file in its own `folder`; the command line (None) may refer to any file. Raises
     UserError for other files, and for a file that cannot be read.
@@ -201,9 +201,9 @@ def recipe_of(
     resume: bool,
     origin: Run | None = None,
 ) -> Recipe:
-    """Returns a command's recipe: its file (by default, a resumed run's own), then KEY=VALUE words, then flags.
+    """Returns a command's recipe: its file's (by default, a resumed run's), changed by KEY=VALUE words, then by flags.
 
-    Unless words or flags set them, the model and the chat template come from the run, or else from the run `origin`,
+    Unless words or flags set the model and the chat template, they come from the run, or else from the run `origin`,
     if it has them. Without a file, the settings of the drafter and its loss are those of `origin`.
     """
     file, settings = split_words(words)
@@ -245,7 +245,7 @@ def _settings_of(origin: Run, asked: Mapping[str, str]) -> dict[str, str]:
     kind = asked.get("drafter") or asked.get("drafter.name")
     if kind not in (None, recorded.drafter.get("name")):
         return {}
-    # With another held-out part, the new run would be judged on what the heads were trained on.
+    # With another held-out part, the new run would be judged on conversations that the heads were trained on.
     keys = ("decay", "soft", "regress", "scored", "validation_fraction")
     loss = {key: getattr(recorded.train, key) for key in keys}
     settings = {f"drafter.{key}": value for key, value in recorded.drafter.items()}
@@ -256,7 +256,7 @@ def _settings_of(origin: Run, asked: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_model(recipe: Recipe, model: str, file: str | None, keep_template: bool) -> Recipe:
-    """Returns a recipe for a run's model; if its file names another model, warns and drops that chat template."""
+    """Returns a recipe for a run's model; if the file names another model, warns and drops the file's chat template."""
     if file is not None and "model" in read_yaml(find_recipe(file)):
         log.warning(
             f"the recipe {file} is for the model {recipe.model}, and the run's is {model}, which is taken; "

@@ -53,7 +53,7 @@ MAX_NODES = 256  # limit of --tree static:N and dynamic:N; the best sizes are fa
 
 
 class NoDrafter(UserError):
-    """An error for a model for which no drafter ships and none was given; `plain` is the choice without one."""
+    """Says that no drafter ships for a model and none was given; `plain` is the choice without a drafter."""
 
     plain: "Choice"
 
@@ -64,7 +64,7 @@ class TreeChoice:
 
     kind: "auto" (the fastest size on this machine), "static", "dynamic" (grown for every step) or "file". nodes: the
     size of a static tree, which is searched with the calibration, or of a dynamic tree; None: the size of the file's
-    tree. file: the given tree, or the run's.
+    tree. file: the file of the given tree, or of the run's tree.
     """
 
     kind: str = "auto"
@@ -106,9 +106,9 @@ def _parse_nodes(tree: str, number: str) -> int:
 class Choice:
     """The model, the files of drafter and tree, and the run.
 
-    adapter: the adapter that stage 2 trained. lookup: also draft n-gram matches, or only those if there is no drafter;
-    None: only with a drafter and the tree `auto`. chat_template: a Jinja template that replaces those of the model and
-    the run. home: the run, or the folder laid out like one, of a drafter that was given by name.
+    adapter: the adapter that stage 2 trained. lookup: draft n-gram matches, besides the drafter's tokens if there is a
+    drafter; None: do so only with a drafter and the tree `auto`. chat_template: a Jinja template that replaces those of
+    the model and the run. home: for a drafter that was given by name, its run or a folder that is laid out like a run.
     """
 
     source: ModelSource
@@ -204,7 +204,7 @@ def _model_for(named: _Named | None, target: Run | None) -> str:
 
 
 def _with_default(plain: Choice, default: Run | None, asked: TreeChoice) -> Choice:
-    """Returns a choice with the drafter of the run, or with the one that ships; without one, n-grams must be on."""
+    """Returns a choice with the run's drafter, or else the shipped drafter; if there is neither, n-grams must be on."""
     # A run without a drafter is an error, unless n-gram matches are drafted instead.
     if default is not None and (default.has_drafter or not plain.lookup):
         return _with_drafter(plain, default.drafter_dir, default, asked)
@@ -220,7 +220,7 @@ def _with_named(plain: Choice, named: _Named, default: Run | None, asked: TreeCh
     folder = named.folder or mtp_layer.own_drafter(plain.source)
     if default is not None and folder.resolve() == default.drafter_dir.resolve():
         return _with_drafter(plain, folder, default, asked)
-    # The adapter of a run with its own drafter and the tree that ships do not fit another drafter.
+    # The adapter of a run that has its own drafter does not fit another drafter, nor does the tree that ships.
     home = named.run
     owner = home if plain.run is None or plain.run.has_drafter else plain.run
     plain = replace(plain, adapter=owner.adapter if owner else None, home=home)
@@ -242,9 +242,9 @@ def _with_drafter(plain: Choice, folder: Path, source: Run | None, asked: TreeCh
 
 
 def shipped_for(model: ModelSource) -> Run | None:
-    """Returns the drafter that ships for a model, found by its name, or by that of its file, folder or hub id.
+    """Returns the drafter that ships for a model, found by the name of the model, or of its file, folder or hub id.
 
-    In the second case, the model must have the drafter's shape.
+    If it is found by the latter, the model must have the shape of the drafter's model.
     """
     if (named := Run.pretrained(model.name)) is not None:
         return named
@@ -321,8 +321,8 @@ def means_mtp(name: str) -> bool:
 def find_drafter(name: str) -> tuple[Path, Run | None]:
     """Returns the folder of the drafter that a run, a folder or a hub id names, and the run that it is used with.
 
-    The run is a folder laid out like one, with tree and calibration; None if there is none. Raises UserError if the
-    name refers to no drafter.
+    The run may also be the drafter's own folder, if it holds a tree or a calibration; None if there is no run. Raises
+    UserError if the name refers to no drafter.
     """
     path = expanded(name)
     restore(path)
@@ -368,7 +368,7 @@ def _check_drafter(name: str, folder: Path) -> None:
 
 
 def is_drafter(config: dict[str, Any]) -> bool:
-    """Returns True for a drafter's config, from this or another tool; a model's config has none of these keys."""
+    """Returns True for a drafter's config, from this or another tool; models' configs have none of DRAFTER_KEYS."""
     named = str(config.get("architectures")).lower()
     return "eagle" in named or not DRAFTER_KEYS.isdisjoint(config)
 
@@ -400,7 +400,7 @@ class Calibration:
     stale: bool = False
 
     def first(self, number: int | None) -> "Calibration":
-        """Returns the calibration of the first `number` heads (None: all); raises UsageError if there are fewer."""
+        """Returns the calibration of the first `number` heads (None: all); raises UsageError if it has fewer heads."""
         if number is None:
             return self
         if number < 1 or (self.heads is not None and number > self.heads):

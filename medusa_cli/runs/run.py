@@ -21,7 +21,7 @@ from medusa_cli.files.paths import expanded
 log = logging.getLogger(__name__)
 LOCK = ".lock"
 RUNS = Path("runs")
-# Contains a folder laid out like a run for each model for which a drafter ships.
+# Has a folder, laid out like a run, for each model for which a drafter ships.
 SHIPPED = Path(__file__).parent.parent / "pretrained"
 DEFAULT_RUN = "default"
 DRAFTER_CONFIG = "the drafter's config"
@@ -47,7 +47,7 @@ class Data:
 
 @dataclass(frozen=True)
 class TrainSection:
-    """The part of a recipe's section `train` that is read back: the held-out fraction, and the loss."""
+    """The part of a recipe's section `train` that is read back: the held-out fraction, and the loss's settings."""
 
     validation_fraction: float | None = None
     decay: float | None = None
@@ -74,7 +74,7 @@ class Provenance:
 
     @property
     def identity(self) -> Identity:
-        """Returns the model's identity; empty if only its name was written."""
+        """Returns the model's identity; an empty dict if only the model's name was written."""
         return self.backbone if isinstance(self.backbone, dict) else {}
 
     def held_out(self, otherwise: float) -> float:
@@ -115,7 +115,7 @@ def describe_drafter(folder: Path) -> DrafterConfig:
 
 
 def rounding_in(folder: Path) -> str | None:
-    """Returns the quantization of the weights that a folder's drafter was trained on; None if none or unknown."""
+    """Returns the quantization of the weights that a folder's drafter was trained on; None if it is unknown or none."""
     if not (folder / "config.json").is_file():
         return None
     rounding = describe_drafter(folder).provenance.identity.get("rounding")
@@ -145,13 +145,13 @@ class Distillation:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Returns the layers whose hidden states are stored before the final ones in each row."""
+        """Returns the layers whose hidden states are stored before the final states in each row."""
         taps = self.settings.get("taps")
         return tuple(tap for tap in taps if isinstance(tap, int)) if isinstance(taps, list) else ()
 
 
 def describe_distillation(folder: Path) -> Distillation:
-    """Returns the settings with which a run's conversations were distilled; empty if unknown."""
+    """Returns the settings with which a run's conversations were distilled; an empty record if they are unknown."""
     path = folder / "distill.json"
     if not path.is_file():
         return Distillation()
@@ -186,7 +186,7 @@ def check_backbone(
 
 @contextmanager
 def sole_writer(folder: Path, command: str) -> Iterator[None]:
-    """Holds the run's lock for a command; raises UserError, with the holder's name, if another process has it.
+    """Holds the run's lock for a command; raises UserError, with the holder's name, if another process has the lock.
 
     The system releases the lock of a killed process. Warns if a file system has no locks.
     """
@@ -234,7 +234,7 @@ class Run:
     def open(cls, name: str = DEFAULT_RUN, create: bool = False, named: str = "@run") -> "Run":
         """Returns the run runs/NAME, or the folder itself if the name has a path separator.
 
-        Raises UserError, with the setting `named`, if it is missing.
+        Raises UserError, which names the setting `named`, if the folder is missing.
         """
         path = cls.folder(name, named)
         if create:
@@ -313,7 +313,7 @@ class Run:
     def shipped_by_name(cls, model: str) -> "Run | None":
         """Returns the shipped drafter whose name is the beginning of a file's, a folder's or a hub id's name.
 
-        Qwen/Qwen2.5-Coder-0.5B-Instruct begins with qwen2.5-coder-0.5b.
+        The name of Qwen/Qwen2.5-Coder-0.5B-Instruct begins with qwen2.5-coder-0.5b, for example.
         """
         last = Path(model).name.lower()
         names = (path.name for path in SHIPPED.iterdir())
@@ -334,7 +334,7 @@ class Run:
 
     @property
     def owner(self) -> dict[str, Any] | None:
-        """Returns the identity of the run's model, None before its first use; raises UserError if it is damaged."""
+        """Returns the identity of the run's model, None before a first use; raises UserError for a damaged file."""
         marker = self.path / "run.json"
         remedy = "delete it, and give @model with the next command that loads the model, which writes it again"
         if not marker.exists():
