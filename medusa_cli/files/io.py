@@ -25,7 +25,7 @@ _LEFTOVER = re.compile(re.escape(TEMPORARY) + r"[a-z0-9_]{8}\..+")
 _GAP = re.compile(r"[ \t\r\n,]*")
 T = TypeVar("T")
 Document = dict[str, Any]  # a JSON object
-# Limits of a document. The documents of benches hold all questions and answers.
+# Limits of a document. The largest are those of benches, which hold all questions and answers.
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64  # nesting depth of YAML
 BOM = b"\xef\xbb\xbf"  # some programs begin UTF-8 files with it
@@ -46,7 +46,7 @@ def write_json(path: Path, obj: Any) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write; on success, its file replaces `path`, or the file that `path` links to.
+    """Yields a temporary path to write; on success, the new file replaces `path`, or the file that `path` links to.
 
     The new file gets the mode of the file that it replaces, or else the mode that the umask gives.
     """
@@ -307,7 +307,7 @@ class ReadReport:
 
 
 def usable(records: Iterable[Any], make: Callable[[Any], T], report: ReadReport) -> list[T]:
-    """Returns one item from `make` per id; the report counts malformed records and repeated ids."""
+    """Returns the items that `make` makes of records, one per id; the report counts malformed and repeated records."""
     items: dict[str, Any] = {}
     for record in records:
         try:

@@ -29,7 +29,7 @@ CONFIG, AGAIN = "the model's config", "download the model again"
 # Number of samples that represent a file's content, and bytes per sample.
 STAMPED = 64
 STAMP_BYTES = 4096
-# Patterns of the files that a model is loaded from, for a repository on the hub.
+# Patterns of the files in a hub repository that loading a model needs.
 MODEL_FILES = ("*.safetensors", *(f"*{ending}" for ending in adapter.COPIED))
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Config:
-    """The fields of a model's config.json: their types, and bounds far above the sizes of any model."""
+    """Declares the fields of a model's config.json: their types, and bounds far above the sizes of any model."""
 
     model_type: str = ""
     num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)] | None = None
@@ -54,13 +54,13 @@ class Config:
 
 @dataclass(frozen=True)
 class Shards:
-    """The index of a checkpoint that has several files."""
+    """Declares the index of a checkpoint that has several files."""
 
     weight_map: dict[str, Annotated[str, Meta(min_length=1, max_length=255)]]
 
 
 class _read_once(cached_property[T]):
-    """A property whose value is kept, except for a model of the hub, because its files may be fetched later."""
+    """Keeps a property's value, except for a model of the hub, because its files may be fetched later."""
 
     def __get__(self, source: Any, owner: Any = None) -> T:  # type: ignore[override]
         value = super().__get__(source, owner)
@@ -71,7 +71,7 @@ class _read_once(cached_property[T]):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The files of a model, each found and read when it is first needed.
+    """Finds and reads the files of a model, each when it is first needed.
 
     name: a named model, a GGUF file, OWNER/NAME:TAG, the folder of a model or of a LoRA adapter, a hub id or
     "random:SHAPE". kind: "gguf", "safetensors" (a folder), "hub" or "random".
@@ -211,7 +211,7 @@ class ModelSource:
 
     @_read_once
     def fields(self) -> dict[str, Any] | None:
-        """Returns the fields of config.json, if it is on this machine; raises UserError for impossible values."""
+        """Returns the fields of config.json, None if it is not on this machine; raises UserError for wrong values."""
         if (path := self.file("config.json")) is None:
             return None
         fields = read_object(path, CONFIG)
@@ -255,7 +255,7 @@ class ModelSource:
 
     @_read_once
     def tensors(self) -> dict[str, tuple[list[int], str]]:
-        """Returns the shape and type, such as "BF16", of each tensor in the checkpoint; nothing if it is unreadable."""
+        """Returns the shape and type ("BF16") of each tensor in the checkpoint; an empty dict if it is unreadable."""
         from safetensors import SafetensorError
 
         try:

@@ -1,7 +1,7 @@
 """The multi-token prediction (MTP) layer in a model's own checkpoint, found by the names of its tensors.
 
 transformers ignores these tensors when it loads a model. Makers use different names and different orders of the
-projection's input. The gains of RMS norms are 1 + w if the gains of the model's own norms are.
+projection's input. The layer's RMS norms multiply by 1 + weight if the model's own norms do.
 """
 
 import hashlib

@@ -29,7 +29,7 @@ _first_process: int | None = None
 
 
 class Unsupported(Exception):
-    """An error that says why an engine cannot run a model."""
+    """Says why an engine cannot run a model."""
 
 
 def check_fork() -> None:
@@ -113,7 +113,7 @@ class Backbone:
         self.vocab_size: int = self.embedding.weight.shape[0]
         self.device: torch.device = self.embedding.weight.device
         if lm_head is None:
-            # Read from the layer now, because an adapter may wrap the layer later.
+            # The weight is read now, because an adapter may wrap the layer later.
             head = model.get_output_embeddings()
             bias = None if head.bias is None else head.bias.detach()
             lm_head = partial(_rows_of, head.weight.detach(), bias)
@@ -225,7 +225,7 @@ class Backbone:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Returns the ids of special tokens, kept because the tokenizer needs milliseconds to list thousands of them."""
+        """Returns the ids of special tokens; kept, because the tokenizer needs milliseconds to list thousands."""
         added = self.tokenizer.added_tokens_decoder
         return frozenset(id for id, token in added.items() if token.special)
 

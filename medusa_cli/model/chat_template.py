@@ -37,8 +37,8 @@ class ChatTokenizer(Protocol):
     def eos_ids(self) -> Collection[int]: ...
 
 
-# Limits of a chat template: seconds, bytes of memory, and characters beyond four times those of the
-# messages.
+# Limits of rendering a chat template: seconds, bytes of memory, and characters beyond four times the
+# messages'.
 MAX_SECONDS = 10.0
 MAX_BYTES = 1 << 30
 MAX_GROWTH = 1 << 20
@@ -54,7 +54,7 @@ def render(
     prompt: bool,
     template: Mapping[str, Any] | None = None,
 ) -> str:
-    """Returns the text of messages in the chat template; `prompt` adds the beginning of the next answer.
+    """Returns the messages as text in the chat template's form; `prompt` adds the beginning of the next answer.
 
     template: more arguments for transformers' `apply_chat_template`, which passes unknown arguments on
     to the template.
@@ -99,7 +99,7 @@ def _bounded() -> Iterator[None]:
 
     Both limits are checked every TICK_S seconds, between two operations. In our own program, the
     system also refuses an operation that takes more memory. Afterwards, an alarm that a caller of the
-    Python API had set is back, with the remaining time. The limits apply only in the main thread, as no
+    Python API had set is restored, with the remaining time. The limits apply only in the main thread, as no
     other thread can be interrupted. A server renders in a separate process (`serve.templates`).
     """
     is_main = threading.current_thread() is threading.main_thread()
@@ -117,7 +117,7 @@ def _bounded() -> Iterator[None]:
             raise MemoryError
 
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    # The timer repeats, also because Jinja catches exceptions that are raised in its optimizer.
+    # The timer repeats, for the checks and because Jinja catches exceptions that are raised in its optimizer.
     left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
     before = signal.signal(signal.SIGALRM, check)
     signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
@@ -157,7 +157,7 @@ def too_much(model: ChatTokenizer) -> UserError:
 
 
 def try_template(model: ChatTokenizer) -> None:
-    """Raises UserError if the model's chat template, if any, takes too much time or memory for one word."""
+    """Raises UserError if the model's chat template, if any, takes too much time or memory for a short message."""
     if getattr(model.tokenizer, "chat_template", None):
         with suppress(Malformed):  # the template may require other messages
             render(model, [{"role": "user", "content": "a"}], prompt=True)
@@ -188,7 +188,7 @@ def token_ids(model: ChatTokenizer, text: str, *, begin: bool = False) -> list[i
 
 
 def _begun(tokenizer: Any, text: str, plain: list[int]) -> list[int]:
-    """Returns a text's token ids with the special tokens that the tokenizer puts before it. plain: the ids without."""
+    """Returns a text's token ids (`plain`), preceded by the special tokens that the tokenizer puts before a text."""
     whole: list[int] = tokenizer.encode(text, add_special_tokens=True)
     if not plain:
         names = ("eos_token_id", "sep_token_id", "bos_token_id")

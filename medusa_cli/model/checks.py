@@ -31,7 +31,7 @@ FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Asse
 
 
 def probe_tokens(vocab_size: int, count: int = PROBE, device: torch.device | str = "cpu") -> Tensor:
-    """Returns tokens [count] for a pass that checks a model; they differ unless the vocabulary is small."""
+    """Returns tokens [count] for a pass that checks a model; the tokens differ unless the vocabulary is small."""
     return torch.arange(count, device=device) * 37 % vocab_size
 
 

@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 
 @dataclass
 class Source:
-    """The tensors of a checkpoint that make one weight of a network, or several at once.
+    """Names the tensors of a checkpoint that make one weight of a network, or several at once.
 
     name: the first of these weights. stored: the tensors' names in the checkpoint, by the converter's patterns; a
     pattern has several names if a module list is merged. converter: None for a tensor that is used unchanged.

@@ -68,7 +68,7 @@ class Distributed:
         return asked if as_asked else f"cuda:{self.local_rank}"
 
     def strided_shard(self, items: Sequence[Any]) -> list[Any]:
-        """Returns every size-th item, starting at this process's rank."""
+        """Returns every `size`-th item, starting at this process's rank."""
         return list(items[self.rank :: self.size])
 
     def micro_batches(self, items: Sequence[Any]) -> list[tuple[Any, bool]]:

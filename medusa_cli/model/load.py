@@ -261,7 +261,7 @@ def use_device(device: str) -> None:
     """Prepares torch and Triton for work on a device, if it is a GPU."""
     place = torch.device(device)
     if place.type == "cuda":
-        # cuDNN plans attention anew for every length of a text, which takes 70 ms on an H100.
+        # cuDNN plans attention anew for every length of a text; each plan takes 70 ms on an H100.
         torch.backends.cuda.enable_cudnn_sdp(False)
         # Triton starts kernels on the current GPU, wherever their tensors are.
         if place.index is not None:
@@ -299,7 +299,7 @@ def read_config(model: ModelSource, trust_remote_code: bool = False, whole: bool
 
     if model.kind == "random":
         return random_config(model.name)
-    # Impossible values are refused first.
+    # Reading the fields first refuses impossible values.
     model.fields  # noqa: B018
     try:
         config = AutoConfig.from_pretrained(model.folder, trust_remote_code=trust_remote_code)

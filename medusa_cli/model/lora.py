@@ -69,7 +69,7 @@ def trained_weights(network: Any) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def adapter_off(network: Any) -> Iterator[None]:
-    """Switches the adapter off, so that the network acts as the original without a second copy of the weights."""
+    """Switches the adapter off in a block: the network acts as the original, without a second copy of the weights."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in network.modules() if isinstance(module, BaseTunerLayer)]

@@ -69,7 +69,7 @@ class Masks:
         return {**dict.fromkeys(KINDS), **by_kind, **by_name}
 
     def visible(self, kind: str, visible: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-        """Returns `visible` [(B,) n, L], the columns that rows see, limited to the reach of layers of a kind."""
+        """Returns `visible` [(B,) n, L], the columns that rows see, limited to those that layers of a kind can see."""
         if kind == FULL:
             return visible
         if kind == CHUNKED:

@@ -40,7 +40,7 @@ class Vocabulary:
         self._bytes: dict[int | None, int] = {}
         if "ByteFallback" in kinds:
             self._bytes = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(0x100)}
-        # The condition is transformers' own.
+        # transformers cleans up texts under the same condition.
         for_bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         is_bpe = type(getattr(backend, "model", None)).__name__ == "BPE"
         self.cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) and (

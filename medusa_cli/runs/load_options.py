@@ -24,7 +24,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options for loading a model: device, number type, engine, quantization, and whether its own code may run.
+    """Holds options for loading a model: device, number type, engine, quantization, and whether its own code may run.
 
     activations: the number type of activations in matmuls with quantized weights. kv: the number type of the
     native engine's keys and values. exact: on a GPU, no draft changes a greedy answer.

@@ -30,7 +30,7 @@ def key(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True)
 class DrafterRecipe:
-    """The drafter to train."""
+    """Describes the drafter to train."""
 
     name: Literal["amphista", "eagle", "firp", "hydra", "medusa", "mtp"] = key(
         "medusa", "the drafter; drafter=NAME is short for it"
@@ -80,7 +80,7 @@ class DrafterRecipe:
 
 @dataclass(frozen=True)
 class DistillRecipe:
-    """The conversations to distill."""
+    """Describes the conversations to distill."""
 
     seed: str = key(
         "sharegpt",
@@ -119,7 +119,7 @@ class DistillRecipe:
 
 @dataclass(frozen=True)
 class TrainRecipe:
-    """The training. Sizes are in positions (answer tokens), and intervals in optimizer steps."""
+    """Describes the training. Sizes are in positions (answer tokens), and intervals in optimizer steps."""
 
     stage: Literal[1, 2] = key(1, "1: heads on the frozen model; 2: heads and model")
     epochs: Annotated[int, Meta(ge=1, le=10_000)] = key(2, "passes over the data")
@@ -202,7 +202,7 @@ class TrainRecipe:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The model and the sections of a recipe. chat_template is the text of a Jinja template."""
+    """Holds the model and the sections of a recipe. chat_template is the text of a Jinja template."""
 
     model: str = key(
         DEFAULT_MODEL, "as --model: a named model, a folder, a GGUF file, or a Hugging Face id"

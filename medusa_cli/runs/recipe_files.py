@@ -201,7 +201,7 @@ def recipe_of(
     resume: bool,
     origin: Run | None = None,
 ) -> Recipe:
-    """Returns a command's recipe: its file's (by default, a resumed run's), changed by KEY=VALUE words, then by flags.
+    """Returns a command's recipe: from its file (by default, a resumed run's), then KEY=VALUE words, then flags.
 
     Unless words or flags set the model and the chat template, they come from the run, or else from the run `origin`,
     if it has them. Without a file, the settings of the drafter and its loss are those of `origin`.
@@ -220,7 +220,7 @@ def recipe_of(
         if "model" not in settings:
             model = giver.model
             if model is None and giver is origin and (recorded := _recorded(giver)) is not None:
-                model = recorded.identity.get("id")  # of an included drafter, which is in no run
+                model = recorded.identity.get("id")  # of a drafter that ships, which is in no run
         if model not in (None, recipe.model):
             recipe = _of_model(recipe, str(model), file, keep_template="chat_template" in settings)
     return dataclasses.replace(
@@ -229,7 +229,7 @@ def recipe_of(
 
 
 def _recorded(run: Run) -> Provenance | None:
-    """Returns what a run's drafter records of its training; None if the run has no drafter."""
+    """Returns the provenance that a run's drafter records; None if the run has no drafter."""
     return describe_drafter(run.drafter_dir).provenance if run.has_drafter else None
 
 

@@ -60,7 +60,7 @@ class NoDrafter(UserError):
 
 @dataclass(frozen=True)
 class TreeChoice:
-    """The draft tree that was requested.
+    """Describes the draft tree that was requested.
 
     kind: "auto" (the fastest size on this machine), "static", "dynamic" (grown for every step) or "file". nodes: the
     size of a static tree, which is searched with the calibration, or of a dynamic tree; None: the size of the file's
@@ -104,7 +104,7 @@ def _parse_nodes(tree: str, number: str) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """The model, the files of drafter and tree, and the run.
+    """Holds the model, the files of drafter and tree, and the run.
 
     adapter: the adapter that stage 2 trained. lookup: draft n-gram matches, besides the drafter's tokens if there is a
     drafter; None: do so only with a drafter and the tree `auto`. chat_template: a Jinja template that replaces those of
@@ -186,7 +186,7 @@ def choose(
 
 @dataclass(frozen=True)
 class _Named:
-    """A drafter that was given by name: its folder (None for the model's MTP layer) and the run that contains it."""
+    """Holds a drafter given by name: its folder (None for the model's MTP layer) and the run that contains it."""
 
     folder: Path | None
     run: Run | None = None
@@ -244,7 +244,7 @@ def _with_drafter(plain: Choice, folder: Path, source: Run | None, asked: TreeCh
 def shipped_for(model: ModelSource) -> Run | None:
     """Returns the drafter that ships for a model, found by the name of the model, or of its file, folder or hub id.
 
-    If it is found by the latter, the model must have the shape of the drafter's model.
+    Unless it is found by the model's name, the model must have the shape of the drafter's model.
     """
     if (named := Run.pretrained(model.name)) is not None:
         return named
@@ -361,7 +361,7 @@ def _fetched(name: str) -> Path:
 
 
 def _check_drafter(name: str, folder: Path) -> None:
-    """Raises UserError if a folder's config is a model's."""
+    """Raises UserError if a folder's config is that of a model."""
     if not is_drafter(read_object(folder / "config.json", DRAFTER_CONFIG)):
         fault = f"@drafter {name!r} is not a drafter: its config is a model's"
         raise UserError(fault, "give a drafter's run, folder or repository, or @model")

@@ -39,7 +39,7 @@ def provenance(backbone: str | dict[str, Any], **extra: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Data:
-    """The conversations from which a file was made."""
+    """Names the conversations from which a file was made."""
 
     path: str | None = None
     digest: str | None = None
@@ -47,7 +47,7 @@ class Data:
 
 @dataclass(frozen=True)
 class TrainSection:
-    """The part of a recipe's section `train` that is read back: the held-out fraction, and the loss's settings."""
+    """Holds the part of a recipe's section `train` that is read back: the held-out fraction, and the loss's settings."""
 
     validation_fraction: float | None = None
     decay: float | None = None
@@ -58,7 +58,7 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class Settings:
-    """The part of a drafter's recipe that is read back."""
+    """Holds the part of a drafter's recipe that is read back."""
 
     train: TrainSection = TrainSection()
     drafter: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The part of a file's provenance that is read back."""
+    """Holds the part of a file's provenance that is read back."""
 
     backbone: Identity | str | None = None
     data: Data | None = None
@@ -85,7 +85,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """The config.json of a drafter of any kind; another tool's config does not state the kind.
+    """Holds the config.json of a drafter of any kind; another tool's config does not state the kind.
 
     max_position_embeddings: the number of positions that another tool's drafter was made for.
     """
@@ -136,7 +136,7 @@ def outdated(stamp: str | None, folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Distillation:
-    """A run's distill.json: the model that answered, and the settings that all its conversations share."""
+    """Holds a run's distill.json: the model that answered, and the settings that all its conversations share."""
 
     backbone: Identity | str | None = None
     settings: dict[str, str | int | float | bool | list[int | str] | None] = field(
@@ -212,7 +212,7 @@ def sole_writer(folder: Path, command: str) -> Iterator[None]:
 
 
 class Run:
-    """The folder of one experiment, with the path of each artifact. An artifact may be missing."""
+    """Holds the folder of one experiment, and the path of each artifact. An artifact may be missing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -305,7 +305,7 @@ class Run:
 
     @classmethod
     def pretrained(cls, model: str) -> "Run | None":
-        """Returns the drafter that ships for a model, laid out like a run."""
+        """Returns the drafter that ships for a model, laid out like a run; None if there is none."""
         path = SHIPPED / model
         return cls(path) if (path / "drafter" / "config.json").is_file() else None
 
@@ -322,7 +322,7 @@ class Run:
 
     @classmethod
     def with_heads(cls, name: str) -> "Run":
-        """Returns the run whose training is continued: the run `name`, or the drafter that ships for that model."""
+        """Returns the run whose training continues: the run `name`, or the drafter that ships for the model `name`."""
         trained = cls(cls.folder(name)).drafter_dir.is_dir()
         shipped = None if trained else cls.pretrained(name)
         return shipped or cls.open(name, named="@from")

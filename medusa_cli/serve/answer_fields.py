@@ -70,14 +70,14 @@ Choices = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
 def choice_of(texts: Sequence[str]) -> str:
-    """Returns a Lark grammar that allows exactly one of some texts."""
+    """Returns a Lark grammar that allows exactly one of the given texts."""
     return "start: " + " | ".join(json.dumps(text) for text in texts)
 
 
 class ResponseFormat(Strict):
     """The form of the answer: any text, any JSON object, or JSON that follows a schema.
 
-    schema: the schema that a JSON object must follow, a field of llama.cpp's API.
+    schema (as in llama.cpp's API): the schema that a JSON object must follow.
     """
 
     place = "response_format."
@@ -95,7 +95,7 @@ class ResponseFormat(Strict):
 
     @property
     def source(self) -> Source | None:
-        """Returns the arguments of `Grammar.of` for the answer; None for any text."""
+        """Returns the arguments of `Grammar.of` for the answer; None if any text is allowed."""
         if self.type == "text":
             return None
         schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
@@ -261,7 +261,7 @@ class Sampling(Common):
 
     @property
     def forms(self) -> dict[str, Source]:
-        """Returns, for each field that constrains the answer, the arguments of `Grammar.of`; raises UsageError."""
+        """Returns, for each field that constrains the answer, the arguments of `Grammar.of`; may raise UsageError."""
         forms: dict[str, Source] = {}
         if self.structured_outputs is not None:
             forms["structured_outputs"] = self.structured_outputs.source
@@ -272,7 +272,7 @@ class Sampling(Common):
 
     @property
     def constraint(self) -> str:
-        """Returns the name of the field that constrains the answer, "structured_outputs" if none does."""
+        """Returns the name of the field that constrains the answer; "structured_outputs" if no field does."""
         given = [field for field in FORM_FIELDS if getattr(self, field) is not None]
         return given[0] if given and self.structured_outputs is None else "structured_outputs"
 

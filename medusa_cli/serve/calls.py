@@ -25,7 +25,7 @@ _decode = json.JSONDecoder().raw_decode
 
 
 class Call(NamedTuple):
-    """A call in a text. end: the position after the call, None while the call may continue."""
+    """Holds a call in a text. end: the position after the call, None while the call may continue."""
 
     name: str
     arguments: str
@@ -72,7 +72,7 @@ class _TextReader:
         self._listed = False
 
     def read(self) -> None:
-        """Reads the text up to the first part that may be content or the beginning of a call."""
+        """Reads the text up to the first part that may turn out to be either content or a call."""
         while self._read_calls() and self._skip_to_marker():
             pass
 

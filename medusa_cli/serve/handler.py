@@ -58,7 +58,7 @@ async def translated(body: BaseModel, translate: Callable[[], Translation]) -> T
 
 
 class LargeResponse(JSONResponse):
-    """A JSON response that may be large, and is encoded piece by piece, so that other threads can run meanwhile."""
+    """Encodes a JSON response, which may be large, piece by piece, so that other threads can run meanwhile."""
 
     def render(self, content: Any) -> bytes:
         encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -7,8 +7,8 @@ from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import token_ids
 
-# The tokens before the prefix, the suffix and the middle, as used by Qwen and others, StarCoder and
-# others, CodeLlama, and DeepSeek.
+# The tokens before the prefix, the suffix and the middle, as Qwen, StarCoder, CodeLlama, DeepSeek and
+# others use them.
 TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -19,14 +19,14 @@ TOKENS = (
 )
 # The tokens before a repository's name and a file's, as used by Qwen and StarCoder 2.
 FILE_TOKENS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"))
-# Tokens after the middle; models do not list them among the tokens that end an answer.
+# Tokens that end the middle, though models do not list them among the tokens that end an answer.
 END_TOKENS = ("<|fim_pad|>", "<fim_pad>", *(token for pair in FILE_TOKENS for token in pair))
 # The suffix keeps at least this share of a prompt that must be shortened.
 MIN_SUFFIX = 1 / 4
 
 
 class File(NamedTuple):
-    """A part of another file, and the file's name."""
+    """Holds a part of another file, and the file's name."""
 
     name: str
     text: str
@@ -62,7 +62,7 @@ def infill_ids(
 
 
 def infill_ends(backbone: Backbone) -> list[int]:
-    """Returns the ids of the tokens that end the text in the middle, in addition to the model's own."""
+    """Returns the ids of the tokens that end the text in the middle, in addition to the model's own end tokens."""
     vocabulary = backbone.tokenizer.get_vocab()
     return [vocabulary[token] for token in END_TOKENS if token in vocabulary]
 

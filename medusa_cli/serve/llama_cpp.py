@@ -84,7 +84,7 @@ class InfillRequest(LlamaSampling):
 
 
 class LlamaFormat(AnswerFormat):
-    """Formats the answer to one request as llama.cpp does."""
+    """Formats the answer to one request in llama.cpp's format."""
 
     def __init__(
         self, backbone: Backbone, body: LlamaSampling, model: str | None, ticket: Ticket

@@ -59,7 +59,7 @@ class CallBlock(Strict):
 
 
 def _served_blocks(blocks: Any) -> Any:
-    """Returns the blocks for the model; raises ValueError for blocks that are not served."""
+    """Returns the blocks that the model reads; raises ValueError for a block that is not served."""
     served = without_types(blocks, Block.place, _is_dropped)
     for block in served if isinstance(served, list) else ():
         if isinstance(block, dict) and type_of(block) not in ("text", "tool_use", "tool_result"):
@@ -185,7 +185,7 @@ class MessagesRequest(Sampling):
         )
 
     def chat(self) -> ChatRequest:
-        """Returns the equivalent chat request; raises ValidationError for fields that do not belong together."""
+        """Returns the equivalent chat request; raises ValidationError for an invalid combination of fields."""
         shared = {*Sampling.model_fields} & self.model_fields_set
         body = self.model_dump(include=shared, by_alias=True)
         system = text_of(self.system)

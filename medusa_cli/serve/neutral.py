@@ -12,7 +12,7 @@ from typing import Any
 
 from medusa_cli.errors import cut
 
-# Returns True if a value changes nothing; receives the value and the object that contains it.
+# Returns True if a value changes nothing; receives the value and the object that contains the value.
 Check = Callable[[Any, Mapping[str, Any]], bool]
 Table = Mapping[str, Check]
 # Ignored fields of the current request, in order; None outside of requests.
@@ -83,7 +83,7 @@ def named(check: Check, fields: str) -> dict[str, Check]:
     return dict.fromkeys(fields.split(), check)
 
 
-# Methods of sampling and search, and outputs, that are not served, with the values that leave them off.
+# Methods of sampling and search, and outputs, that are not served, with the values that switch them off.
 UNSERVED = {
     **named(
         only(0),

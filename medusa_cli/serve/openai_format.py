@@ -324,7 +324,7 @@ class OpenAIFormat:
 
 
 def stop_string_of(backbone: Backbone, answer: Answer, stops: Sequence[str]) -> str | None:
-    """Returns the stop string that ended an answer with the reason "stop", if one did."""
+    """Returns the stop string that ended an answer with the finish reason "stop"; None if no stop string did."""
     whole = backbone.decode(answer.tokens, backbone.special_ids)
     matches = [(whole.find(stop), stop) for stop in stops if stop in whole]
     return min(matches)[1] if matches else None
@@ -389,7 +389,7 @@ class TokenTexts:
         self._text = ""  # their text
         self._offset = 0  # characters of the answer's text before `_unfinished`
         self._unfinished: list[int] = []  # tokens of an incomplete character
-        self._finished: list[int] = []  # the tokens before them
+        self._finished: list[int] = []  # the tokens before `_unfinished`
 
     def row(self, likelihood: Likelihood, top: int) -> list[TokenLogprob]:
         """Returns the text and log probability of the answer's next token, then those of the likeliest tokens."""

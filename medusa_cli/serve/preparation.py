@@ -43,7 +43,7 @@ from medusa_cli.serve.tools import (
 )
 
 Body = ChatRequest | CompletionRequest | TokenizeText | TokenizeChat | DetokenizeRequest
-# Grammars with more characters are compiled a few at a time.
+# At most two grammars with more characters than this are compiled at a time.
 SMALL_GRAMMAR = 16_384
 # Keeps only the likeliest token, as a top_p of 0 does in OpenAI's API.
 MIN_TOP_P = 1e-9
@@ -229,7 +229,7 @@ class Preparation:
             raise self.refusal(reason, field) from reason
 
     def _stop_ids(self, body: ChatRequest | CompletionRequest) -> set[int] | None:
-        """Returns the token ids that end an answer, or None for only the model's own; raises Refusal."""
+        """Returns the token ids that end an answer, or None if only the model's own do; raises Refusal."""
         backbone = self._medusa.backbone
         for token in body.stop_token_ids:
             if token >= backbone.vocab_size:
@@ -242,8 +242,8 @@ class Preparation:
     async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | LazyGrammar | None:
         """Returns the answer's grammar, if any; raises Refusal.
 
-        The grammar is compiled here, so that no answer waits for it between two steps. Large grammars are
-        compiled a few at a time.
+        The grammar is compiled here, so that no answer waits for it between two steps. At most two large
+        grammars are compiled at a time.
         """
         try:
             grammar = await run_in_threadpool(self._uncompiled, body)

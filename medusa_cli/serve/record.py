@@ -122,7 +122,7 @@ def answerer(identity: Mapping[str, Any]) -> str:
 
 
 def messages_of(body: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
-    """Returns a request's messages; an empty list if one of them calls a tool, or has a role that training lacks."""
+    """Returns a request's messages; an empty list if one of them calls a tool, or has a role outside ROLES."""
     if isinstance(body, CompletionRequest):
         return []
     messages = [message.plain for message in body.messages]

@@ -150,7 +150,7 @@ def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
 
 
 def check_whole(body: BaseModel) -> None:
-    """Raises Refusal if a text in the request has half a character; the refusal names the place of the text."""
+    """Raises Refusal, which names the place, if a text in the request has half a character (a lone surrogate)."""
     if (place := _half_in(body.model_dump(by_alias=True, exclude_none=True))) is not None:
         param = ".".join(place)
         text = f"{param}: the text holds {HALF}, such as one cut out of an emoji; send whole ones"
@@ -225,7 +225,7 @@ def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
         return Refusal(400, "the body is empty; send a JSON object", code="invalid_json")
     if kind == "model_attributes_type" and not path:
         fault = "is not a JSON object"
-        if isinstance(first.get("input"), bytes):  # curl sends this if no header is given
+        if isinstance(first.get("input"), bytes):  # as from curl without the header
             fault = "was not sent as JSON; add the header Content-Type: application/json"
         return Refusal(400, f"the body {fault}", code="invalid_json")
     if kind == "extra_forbidden":

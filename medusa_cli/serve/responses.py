@@ -92,7 +92,7 @@ def _type_of(item: Any) -> str:
 
 
 def _served_items(items: Any) -> Any:
-    """Returns the items for the model; raises ValueError for items that are not served."""
+    """Returns the items that the model reads; raises ValueError for an item that is not served."""
     if not isinstance(items, list):
         return items
     served = []
@@ -211,7 +211,7 @@ class ResponsesRequest(Sampling, TemplateOptions):
         return self
 
     def chat(self) -> ChatRequest:
-        """Returns the equivalent chat request; raises ValidationError for items that do not belong together."""
+        """Returns the equivalent chat request; raises ValidationError for an invalid combination of fields."""
         body = self.model_dump(include=SHARED & self.model_fields_set, by_alias=True)
         body |= {"messages": self._messages(), "max_tokens": self.max_output_tokens}
         given = self.text.format

@@ -178,7 +178,7 @@ class Scheduler:
             self._changed.notify()
 
     def drain(self) -> None:
-        """Stops accepting requests; `run` returns after the accepted ones are answered."""
+        """Stops accepting requests; `run` returns after the accepted requests are answered."""
         # Takes no lock, because the thread that a signal handler interrupts may hold the lock.
         self.closing = True
 
@@ -187,7 +187,7 @@ class Scheduler:
         self._load = load
 
     def run(self) -> None:
-        """Decodes in this thread until drained.
+        """Decodes requests in this thread until `drain` was called and the accepted requests are answered.
 
         This should be the thread that loaded the model. OpenMP's workers belong to one thread, and a second thread's
         workers sleep between matmuls instead of spinning. Steps on a CPU then take 1.5 times as long.
@@ -212,7 +212,7 @@ class Scheduler:
             self.alive = False
 
     def _wait_for_work(self) -> bool:
-        """Waits for a request or a drafter, and stores prefixes meanwhile; returns False once drained."""
+        """Waits for a request or a new drafter, and stores prefixes meanwhile; returns False once drained."""
         stored = False
         while True:
             with self._changed:

@@ -57,9 +57,9 @@ Form = TypeVar("Form")  # a part that chats and responses write differently
 class Strict(BaseModel):
     """Refuses fields that would change the answer and are not served, and booleans in place of numbers.
 
-    A field that is null counts as omitted, because clients send back what they received. Other
-    unknown fields are ignored and noted. unserved: the fields that are refused unless their value
-    changes nothing. place: the place of the object in a request.
+    A field that is null counts as omitted, because clients send back what they received. All
+    other unknown fields are ignored and noted. unserved: the fields that are refused unless their value
+    changes nothing. place: the path of the object in a request.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -126,7 +126,7 @@ class TextPart(Strict):
 
 
 def type_of(item: Any) -> Any:
-    """Returns the type of an item, which is a dict as it was sent, or a validated model."""
+    """Returns the `type` of an item, which is a dict or a validated model."""
     return item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
 
 

@@ -62,7 +62,7 @@ class Server:
         app, self._scheduler = build(medusa, limits, self._templates)
         self._scheduler.recorder = recorder
         self._head_s = limits.head_s
-        # A quarter of the limit is left for other files: the listener, the log, the model.
+        # A quarter of the limit on open files is left for the listener, the log, the model and other files.
         limits = replace(limits, max_connections=min(limits.max_connections, file_limit() * 3 // 4))
         config = uvicorn.Config(
             app,
@@ -274,7 +274,7 @@ def check_certificate(certificate: Path | None, key: Path | None) -> None:
 
 
 def listen(host: str, port: int, uds: Path | None = None) -> socket.socket:
-    """Returns a socket bound to an address, or to the file `uds`; port 0 means any free port.
+    """Returns a socket bound to an address, or to the Unix socket `uds`; port 0 means any free port.
 
     Raises UsageError for an address that cannot be bound.
     """

@@ -39,7 +39,7 @@ To call one, answer with its name and its arguments as JSON, within tags:
 {{"name": "the name", "arguments": {{"parameter": "value"}}}}
 </tool_call>"""
 
-# Texts that were logged. Their number is limited, because clients choose the tools' names in them.
+# Texts that were logged. Their number is limited, because they contain names that clients choose.
 MAX_NOTED = 1000
 _noted = set[str]()
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def note_once(text: str) -> None:
 
 
 def _literal(ids: Mapping[str, int], text: str) -> str:
-    """Returns a text as part of a Lark rule, in which markers that are tokens stand as their ids."""
+    """Returns a text as part of a Lark rule, in which markers that are tokens are written as their ids."""
     parts = re.split("(" + "|".join(map(re.escape, MARKERS)) + ")", text)
     return " ".join(
         f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part
