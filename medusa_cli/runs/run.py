@@ -47,7 +47,7 @@ class Data:
 
 @dataclass(frozen=True)
 class TrainSection:
-    """Holds the part of a recipe's section `train` that is read back: the held-out fraction, and the loss's settings."""
+    """Holds the part of a recipe's section `train` that is read back: held-out fraction and settings of the loss."""
 
     validation_fraction: float | None = None
     decay: float | None = None
