@@ -1,10 +1,10 @@
-// Products of 8-bit rows with weights by AMX, whose one instruction multiplies up to 16 rows with
-// the 32 inputs of a unit for 16 channels:
+// Products of 8-bit rows with weights by AMX. One instruction multiplies up to 16 rows of 32 inputs
+// with a unit of weights for 16 channels:
 //
 //     rows [16, 32]  x  weights [32, 16]  =  products [16, 16] of 32-bit integers
 //
-// AMX registers are loaded from memory and stored there. They have no rounding, so the products are
-// those of the other instructions.
+// AMX registers are loaded from memory and stored to memory. Nothing is rounded, so the products equal
+// those of other instructions.
 #pragma once
 
 #include "simd.h"
@@ -17,14 +17,14 @@ namespace ISA {
 // The maximum number of rows in an AMX register.
 constexpr int kAmxRows = 16;
 
-// The rows of each register and the bytes of a row, in the layout of the instruction.
+// The number of rows of each register and the bytes of a row, in the layout of ldtilecfg.
 struct alignas(64) AmxShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 };
 
-// Prepares this thread's registers for blocks of 16 rows and a last block of `last` rows, if any:
+// Prepares this thread's registers for blocks of 16 rows and, unless `last` is 0, a last block of `last` rows:
 //
 //     0: products of 16 rows    1: 16 rows    2: weights of a unit    3: products of the last rows    4: the last rows
 inline void shape_registers(int last) {
@@ -42,8 +42,8 @@ inline void shape_registers(int last) {
 inline void release_registers() { asm volatile("tilerelease"); }
 
 // Multiplies rows, which are `stride` bytes apart, with a unit of weights [8, 16, 4]. LAST: the rows
-// are those of the last block. SIGNED: the weights are signed bytes. (GCC 12 does not know that its
-// own functions for AMX read and write memory.)
+// are those of the last block. SIGNED: the weights are signed bytes. The code is assembly, because
+// GCC 12 does not know that its own AMX functions read and write memory.
 template <bool LAST, bool SIGNED>
 inline void multiply_unit(const int8_t* rows, int64_t stride, const uint8_t* weights, int32_t (*products)[kTile]) {
   // clang-format off

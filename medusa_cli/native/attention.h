@@ -1,13 +1,13 @@
-// Attention from a step's rows to the columns of their slot, and to each other under a mask: that of
-// a draft tree, and of a sliding window.
+// Attention from a step's rows to the columns of their slot, and to each other under the mask of a
+// draft tree and of a sliding window.
 //
 // Keys lie in tiles of 16 columns [columns / 16, D, 16], so that a lane is a column. Values lie row
-// by row [columns, D], so that a lane is a dimension. A score is a sum over D in order, or, of keys
-// in Q8_0, the matmul's sum for a query rounded to 8 bits. An output is a sum over columns in order,
-// to which masked columns add exactly zero. A path of a tree therefore gives the same bits as the
-// same tokens in a chain, wherever its columns lie.
+// by row [columns, D], so that a lane is a dimension. A score is a sum over D in order; for keys in
+// Q8_0, it is the matmul's sum for a query that is rounded to 8 bits. An output is a sum over columns
+// in order, to which masked columns add exactly zero. A path of a tree therefore gives the same bits
+// as the same tokens in a chain, wherever the path's columns lie.
 //
-// Many queries read a block of columns while it lies in a CPU cache:
+// While a block of columns lies in a CPU cache, many queries read the block:
 //
 //     for each block of columns:   scores of all queries, their maxima
 //     for each block of columns:   weights of all queries, their sums with the values
@@ -24,8 +24,8 @@ namespace medusa {
 namespace ISA {
 
 // The columns that the rows of one slot see. Row r sees column c < prefix if c >= lowest[r]. For
-// the columns from the prefix on, it has bit masks over tiles of 16 columns, of which tile i begins
-// at column 16 * (prefix / 16 + i).
+// the columns from the prefix on, each row has bit masks over tiles of 16 columns. Tile i begins at
+// column 16 * (prefix / 16 + i).
 struct AttentionMask {
   int64_t prefix;
   int64_t tiles;                 // per row
@@ -34,9 +34,10 @@ struct AttentionMask {
   List<uint16_t> bits;   // [rows, tiles]
 };
 
-// Sets the columns that `rows` rows see. The rows have the last of `columns` columns after the
-// prefix. seen [rows, stride]: which of these columns each row sees. positions [columns]. window:
-// the number of positions that a row sees; 0 for no limit, in which case no position is read.
+// Sets the columns that each of `rows` rows sees. After the prefix come `columns` columns; the last
+// of them are the rows' own. seen [rows, stride]: which of these columns each row sees. positions
+// [columns]: read only if there is a window. window: the number of positions that a row sees; 0 for
+// no limit.
 inline void build_mask(AttentionMask& mask, int64_t rows, int64_t columns, int64_t prefix, const uint8_t* seen,
                        int64_t stride, const int32_t* positions, int64_t window) {
   assert(prefix >= 0 && 1 <= rows && rows <= columns && columns <= stride);
@@ -49,7 +50,7 @@ inline void build_mask(AttentionMask& mask, int64_t rows, int64_t columns, int64
   mask.bits.assign(rows * tiles, 0);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t own = columns - rows + r;
-    // Every row sees a column; otherwise, its softmax would be 0 / 0.
+    // Every row sees its own column. If a row saw no column, its softmax would be 0 / 0.
     assert(seen[r * stride + own]);
     const int64_t lowest = window ? std::max<int64_t>(0, positions[own] - window + 1) : 0;
     mask.lowest[r] = std::min(lowest, prefix);
@@ -72,7 +73,7 @@ inline uint16_t visible(const AttentionMask& mask, int64_t row, int64_t tile) {
   return lowest >= 16 ? 0 : static_cast<uint16_t>(0xffff << lowest);
 }
 
-// The queries (kQueries) and the vectors of columns or dimensions (kDeep) whose sums registers hold at once.
+// Registers hold the sums of kQueries queries with kDeep vectors of columns or dimensions at once.
 #if defined(__AVX512BW__)
 constexpr int kQueries = 8, kDeep = 2;
 #else
@@ -82,8 +83,8 @@ constexpr int kQueries = 6, kDeep = 1;
 // The maximum number of queries that attend together.
 constexpr int kTogether = 48;
 
-// The numbers of a block of keys or values, 16 KB of floats: half of the smallest first cache. The maximum number of
-// columns of a block, plus a cache line, so that the weights of several queries lie in different sets of the cache.
+// kBlock: the numbers in a block of keys or values: 16 KB of floats, half of the smallest first-level cache. kWeights:
+// the maximum number of columns in a block, plus a cache line, so that several queries' weights lie in different sets.
 constexpr int64_t kBlock = 4096, kWeights = kBlock / 16 + 16;
 
 inline float first_of(F x) {
@@ -102,7 +103,7 @@ inline F soft_cap(F x, float cap) {
 //
 //     sums[r][v] += factors[r * NEXT + k * STEP] * matrix[v * next + k * step]
 //
-// Each r has a row of sums, `stride` floats from the one before. BEGIN: the sums begin with 0.
+// The rows of sums are `stride` floats apart. BEGIN: the sums begin with 0.
 template <int R, int V, int NEXT, int STEP, bool BEGIN>
 MEDUSA_INLINE void add_weighted(const float* factors, const float* matrix, int64_t next, int64_t step, int64_t count,
                                 float* sums, int64_t stride) {
@@ -136,8 +137,8 @@ inline void score(const float* queries, const float* keys, int64_t dim, int64_t 
   }
 }
 
-// Soft-caps the scores of a row for tiles first .. end - 1 if `cap` is not 0, and sets those of masked columns to -inf.
-// Returns the largest score by lane, which is at least `before`.
+// Soft-caps the scores of a row for tiles first .. end - 1 if `cap` is not 0. Sets scores of masked columns to -inf.
+// Returns the largest score so far, by lane. before: the largest score of earlier tiles.
 inline F finish_scores(float* scores, const AttentionMask& mask, int64_t row, int64_t first, int64_t end, float cap,
                        F before) {
   for (int64_t tile = first; tile < end; tile++, scores += 16) {
@@ -151,7 +152,7 @@ inline F finish_scores(float* scores, const AttentionMask& mask, int64_t row, in
   return before;
 }
 
-// Adds `count` values [count, wide] to the sums [R, wide] of R queries, and their weights e^(score - shift) to totals.
+// Adds values [count, wide], weighted by e^(score - shift), to the sums [R, wide] of R queries; adds weights to totals.
 template <int R>
 inline void weigh(const float* scores, int64_t stride, const float* shifts, const float* values, int64_t wide,
                   int64_t count, float* sums, float* totals) {
@@ -181,8 +182,8 @@ struct AttentionBuffers {
 };
 
 // Runs attention for `count` <= kTogether queries of one key head. queries, outputs: pointers to
-// [dim] floats. rows: each query's row in the slot. own: the columns of the slot and head. sinks:
-// one more score per query, which has no value, or null.
+// [dim] floats. rows: each query's row in the slot. own: the columns of the slot and head. sinks: an
+// additional score per query that has no value, or null.
 inline void attend(const float* const* queries, const int64_t* rows, int64_t count, const AttentionMask& mask,
                    const Columns& own, int64_t dim, float scale, float cap, const float* sinks,
                    AttentionBuffers& buffers, float* const* outputs) {

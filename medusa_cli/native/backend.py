@@ -1,4 +1,4 @@
-"""The build backend: setuptools, which also requires a compiler from PyPI if the system has none."""
+"""The build backend: setuptools, which also requires a compiler from PyPI if the system has no compiler."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""Compiles the native library when the package is built or installed; needs only setuptools.
+"""The compilation of the native library when the package is built or installed, which needs only setuptools.
 
-The compiler is $CXX, else the system's, else the one in the `ziglang` package, which `backend.py` requires if there is
-no other. Without a compiler, the package is built without the library and runs on the eager engine.
+The compiler is $CXX, else the system's, else that of the `ziglang` package, which `backend.py` requires if there is no
+other compiler. Without a compiler, the package is built without the library and runs on the eager engine.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from setuptools.command.build_py import build_py
 
 SOURCES = Path(__file__).parent
 LIBRARY = "libmedusa.so"
-# The bits of a matmul's rows must not depend on which operations a compiler contracts.
+# Compilers must not contract operations: the bits of a matmul's rows would depend on their choices.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-g0", "-Wall"]
-# Asserts are for `make sanitize`, which takes this back with -UNDEBUG.
+# Without asserts. `make sanitize` turns them on again with -UNDEBUG.
 FLAGS += ["-DNDEBUG"]
 # GCC 12 warns that its own AVX-512 header reads uninitialized values.
 QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]
@@ -36,13 +36,13 @@ AMX = [*AVX512VNNI, "-mamx-tile", "-mamx-int8"]
 # step.cpp is compiled once per instruction set.
 X86 = {"avx2": AVX2, "avx512": AVX512, "avx512vnni": AVX512VNNI}
 RECENT = {"avxvnni": AVXVNNI, "amx": AMX}
-# Clang sets the macros of dot products for every Mac, so the instruction set has its own macro. zig
-# knows only the second form of the flag, and GCC's own functions need the first form.
+# Clang defines the macros of dot products on every Mac, so the instruction set has its own macro.
+# zig knows only the second form of the flag, and GCC's intrinsics need the first form.
 NEON = (["-march=armv8.2-a+dotprod", "-DMEDUSA_NEON"], ["-mcpu=generic+dotprod", "-DMEDUSA_NEON"])
 
 
 def compiler() -> list[str] | None:
-    """Returns the command of a C++ compiler; None if there is none."""
+    """Returns the command of a C++ compiler, or None if there is no compiler."""
     if named := os.environ.get("CXX"):
         return shlex.split(named)
     for name in ("c++", "g++", "clang++"):
@@ -59,11 +59,11 @@ def _runs(path: str) -> bool:
     return subprocess.run([path, "--version"], capture_output=True).returncode == 0
 
 
-# Flags and code that a compiler must accept to compile for a group of instruction sets.
+# Code that a compiler must accept, so that it is used for a group of instruction sets.
 X86_PROBE = """#include <immintrin.h>
 __m256i product(__m256i a, __m256i b) { return _mm256_maddubs_epi16(a, b); }
 """
-# GCC before 11 lacks the options of both recent sets, and binutils before 2.36 an instruction.
+# GCC before 11 lacks the options of both recent sets, and binutils before 2.36 lacks an instruction.
 RECENT_PROBE = """#include <immintrin.h>
 __m256i product(__m256i a, __m256i b) {
   asm volatile("tilezero %tmm0");
@@ -98,7 +98,7 @@ def _compiles(command: list[str], text: str, flags: list[str]) -> bool:
 def compile_library(target: Path, flags: list[str] | None = None) -> None:
     """Compiles the library into `target`, with additional compiler flags.
 
-    Raises CalledProcessError if the compiler fails, and FileNotFoundError if there is none.
+    Raises CalledProcessError if the compiler fails, and FileNotFoundError if there is no compiler.
     """
     command = compiler()
     if command is None:
@@ -142,7 +142,7 @@ def compile_selftest(target: Path, library: Path, flags: list[str] | None = None
 
 
 class BuildPy(build_py):
-    """Copies the package and compiles the library into it; in place for an editable install."""
+    """Copies the package and compiles the library into the copy, or in place for an editable install."""
 
     def run(self) -> None:
         super().run()
@@ -157,7 +157,7 @@ class BdistWheel(bdist_wheel):
     """Makes a wheel for any Python 3 on one platform."""
 
     def finalize_options(self) -> None:
-        # The files are for one platform, so they go to the wheel's root.
+        # The files are for one platform, so they belong in the root of the wheel.
         self.distribution.has_ext_modules = lambda: True
         super().finalize_options()
 

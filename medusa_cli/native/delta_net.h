@@ -6,9 +6,9 @@
 //     S = decay S        S = S + k (beta (v - k^T S))        out = q^T S
 //
 // The columns of S do not depend on each other, so a share of the work is some columns of one head.
-// It processes a slot's rows one after another; in a tree, parents come first. S lies in tiles of
-// 16 columns [value_dim / 16, key_dim, 16]. Each number is one sum in a fixed order, regardless of
-// the other rows in the pass.
+// A share processes a slot's rows one after another; in a tree, parents come first. S lies in tiles
+// of 16 columns [value_dim / 16, key_dim, 16]. Each number is one sum in a fixed order, whatever the
+// other rows in the pass are.
 #pragma once
 
 #include "short_conv.h"
@@ -17,8 +17,8 @@ namespace medusa {
 namespace ISA {
 
 // The offsets of the parts of a row: queries, keys and values after the convolution, then the
-// strengths (beta) and decays of the value heads. Before the convolution, a row has the same layout
-// and holds the projections from which these are computed.
+// strengths (beta) and decays of the value heads. Before the convolution, a row with the same layout
+// holds the projections from which these parts are computed.
 struct DeltaRow {
   int64_t key, value, beta, decay, all;
   explicit DeltaRow(const Model& m)
@@ -59,8 +59,8 @@ inline void unit_length(float* x, int64_t dim, float factor) {
   for (int64_t i = 0; i < dim; i += 16) store(x + i, mul(load(x + i), scale));
 }
 
-// Computes a row [DeltaRow] from the projections of the rows on its path, of which its own are
-// last.
+// Computes a row [DeltaRow]. inputs: the projections of the rows on its path, which end with the
+// row's own projections.
 inline void prepare_row(const Model& m, const Layer& layer, const float* const* inputs, float* row) {
   const DeltaRow at(m);
   const float* own = inputs[m.kernel - 1];
@@ -78,8 +78,8 @@ inline void prepare_row(const Model& m, const Layer& layer, const float* const* 
   }
 }
 
-// Runs one row through V tiles of columns and updates their state. to: where the new state goes; it
-// may be equal to `from`, or null.
+// Runs one row through V tiles of columns. from: their state before the row. to: the place of their
+// state after the row, which may be `from`, or null if nothing reads the new state.
 template <int V>
 inline void delta_rule(const float* from, float* to, const float* query, const float* key, const float* value,
                        float beta, float decay, int64_t dim, float* out) {
@@ -136,8 +136,8 @@ inline float* pending_of(const Model& m, const Cache& cache, const Layer& layer,
   return cache.pending + (layer.place * cache.slots + slot) * cache.pending_rows * DeltaRow(m).all;
 }
 
-// Returns the inputs of a delta net's convolution in one slot; the rows' projections begin at
-// `rows`.
+// Returns the inputs of a delta net's convolution in one slot. rows: the projections of the pass's
+// rows.
 inline PathInputs delta_inputs(const Model& m, const float* state, const float* rows, const int64_t* parents) {
   const DeltaRow at(m);
   return {state + (m.kernel - 1) * at.channels(), at.channels(), m.kernel - 1, rows, at.all, parents};

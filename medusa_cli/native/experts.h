@@ -6,8 +6,8 @@
 namespace medusa {
 namespace ISA {
 
-// Chooses two experts by sparsemixer. Each is the best of those that are left, and its weight is a
-// softmax over those that are left whose score is close to its own.
+// Chooses two experts by sparsemixer. Each is the best of the experts that are left. Its weight is its
+// softmax over the remaining experts with scores close to its own.
 inline void sparsemixer(const Model& m, int64_t n, const float* scores, Pick* picks) {
   const int64_t wide = padded(n, 16);
   for (int64_t pick = 0; pick < 2; pick++) {
@@ -33,7 +33,7 @@ inline void sparsemixer(const Model& m, int64_t n, const float* scores, Pick* pi
   if (picks[0].expert > picks[1].expert) std::swap(picks[0], picks[1]);
 }
 
-// Chooses a row's experts by their scores [experts padded to 16], and sorts them by index.
+// Chooses a row's experts by their scores [experts padded to 16], and sorts the chosen ones by index.
 inline void choose_experts(const Model& m, const Layer& layer, float* scores, Pick* picks) {
   const int64_t n = layer.experts, wide = padded(n, 16);
   if (m.jitter != 0.0f) return sparsemixer(m, n, scores, picks);
@@ -57,7 +57,7 @@ inline void choose_experts(const Model& m, const Layer& layer, float* scores, Pi
     const float y = scores[b] + (layer.router_bias ? layer.router_bias[b] : 0.0f);
     return x > y || (x == y && a < b);
   };
-  // picks[0 .. count - 1] are the best so far, the best first.
+  // picks[0 .. count - 1] are the best experts so far, best first.
   int64_t count = 0;
   for (int64_t i = 0; i < n; i++) {
     if (count == m.top_experts && !better(i, picks[count - 1].expert)) continue;
@@ -87,8 +87,8 @@ inline Matrix of_expert(const Matrix& all, int64_t experts, int64_t expert) {
 }
 
 // Adds the output of a mixture of experts for normalized rows to the states x. Rows are gathered by
-// expert, so that each expert's matrices are read once. A row's output is summed over its experts
-// in ascending order.
+// expert, so that each expert's matrices are read only once. A row's output is summed over the row's
+// experts in ascending order.
 inline void add_mixture(Pool& pool, const Model& m, const Layer& layer, const Rows& normed, int64_t rows, float* x,
                         int64_t stride, Workspace& work) {
   const int64_t top = m.top_experts, shared = layer.shared_up.tiles ? rows : 0;

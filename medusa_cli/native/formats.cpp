@@ -66,8 +66,8 @@ void add_fifth_bits(uint32_t bits, uint8_t* numbers) {
   for (int k = 0; k < 32; k++) numbers[k] |= (bits >> k & 1) << 4;
 }
 
-// Reads the 6-bit scale and min of one group. Q4_K and Q5_K store those of eight groups in 12
-// bytes.
+// Reads the 6-bit scale and min of one group. Q4_K and Q5_K store the scales and mins of eight groups
+// in 12 bytes.
 void read_scales(const uint8_t* bytes, int group, uint8_t* scale, uint8_t* min) {
   if (group < 4) {
     *scale = bytes[group] & 63;
@@ -259,7 +259,7 @@ void copy_channel(int32_t format, int64_t k, uint8_t* tiles, int64_t from, int64
   const int64_t tile_bytes = k / f.block * f.tile_bytes;
   const uint8_t* source = tiles + from / kTile * tile_bytes;
   uint8_t* target = tiles + to / kTile * tile_bytes;
-  // The bytes that lie together: those of one number, or of four numbers of a block and its scale.
+  // The bytes of a channel that lie together: those of one float, or of four numbers of a block.
   const int64_t size = is_float(format) ? f.file_bytes : 4;
   const int64_t vectors = is_float(format) ? 1 : kUnit / 4;
   for (int64_t block = 0; block < k / f.block; block++, source += f.tile_bytes, target += f.tile_bytes) {
@@ -273,7 +273,7 @@ void copy_channel(int32_t format, int64_t k, uint8_t* tiles, int64_t from, int64
 }
 
 // Returns the integer nearest to a number, limited to [least, most]; `most` for NaN. Compilers vectorize this code,
-// but would call std::nearbyint, std::fmin and std::fmax.
+// but would compile std::nearbyint, std::fmin and std::fmax to calls.
 static inline float round_within(float x, float least, float most) {
   const float below = x < most ? x : most;
   const float inside = below > least ? below : least;
@@ -346,7 +346,7 @@ uint16_t float_to_half(float value) {
   // The exponent of the last bit of an fp16 number of this size, or of the last bit of subnormals.
   const int unit = std::fmax(exponent - 11, -24);
   const auto units = static_cast<uint32_t>(std::nearbyint(std::ldexp(size, -unit)));
-  // A carry into the exponent gives the right exponent.
+  // If rounding carries into the exponent, the exponent becomes one larger, as it should.
   return sign | static_cast<uint16_t>(unit == -24 ? units : units + (uint32_t(unit + 24) << 10));
 }
 

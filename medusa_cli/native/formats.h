@@ -13,9 +13,9 @@
 //
 //     value of input k in channel c  =  scale[group][c] * (q - zero)   or   scale[group][c] * q + offset[group][c]
 //
-// The four bits of MXFP4, IQ4_NL and IQ4_XS are a code, which is looked up: q - zero is a whole number
-// in a table of 16. That of MXFP4 is twice the value of the code in e2m1, and its scales are bytes e that
-// mean 2^(e - 128).
+// The four bits of MXFP4, IQ4_NL and IQ4_XS are the index of q - zero in a table of 16 whole numbers.
+// In the table of MXFP4, each number is twice the value of its index in e2m1. The scales of MXFP4 are
+// bytes e, which stand for 2^(e - 128).
 #pragma once
 
 #include <cstdint>
@@ -46,8 +46,8 @@ enum Format : int32_t {
   kFormats = 16,
 };
 
-// Blocks of tiles. Formats with blocks of 256 inputs have an 8-bit scale per group besides an fp16
-// scale per block.
+// The blocks of tiles. Formats with blocks of 256 inputs have an 8-bit scale per group in addition to
+// an fp16 scale per block.
 // clang-format off
 struct TileQ4_0 { uint8_t q[4][64]; uint16_t d[16]; };
 struct TileQ4_1 { uint8_t q[4][64]; uint16_t d[16], m[16]; };
@@ -66,8 +66,8 @@ struct TileIQ4_XS { uint8_t q[8][4][64]; int8_t scale[8][16]; uint16_t d[16]; };
 
 // The properties of a format. group: inputs that share a scale. block: inputs per block, both in a
 // tile and in a file. bits: bits per unpacked number, which may be more than in a tile. zero: the
-// number subtracted from it if has_offset is false. file_bytes, tile_bytes: the bytes of a block in
-// a file and in a tile.
+// number to subtract from unpacked numbers if has_offset is false. file_bytes, tile_bytes: the bytes
+// of a block in a file and in a tile.
 struct FormatInfo {
   int group;
   int block;
@@ -110,7 +110,7 @@ int64_t tiled_bytes(int32_t format, int64_t n, int64_t k);
 // stores row by row.
 void pack(int32_t format, const uint8_t* file, int64_t k, int64_t first, int64_t end, uint8_t* tiles);
 
-// Packs a row [k] of a file as a channel (0 .. 15) of a tile.
+// Packs a file's row [k] into a channel (0 .. 15) of a tile.
 void pack_channel(int32_t format, const uint8_t* row, int64_t k, int channel, uint8_t* tile);
 
 // Copies channel `from` of a matrix of F32, F16 or Q8_0 to channel `to`.

@@ -6,7 +6,7 @@
 namespace medusa {
 namespace ISA {
 
-// Copies rows of any stride for a matrix, padded with zeros to whole groups.
+// Copies rows of any stride for a matmul, and pads each row with zeros to whole groups.
 inline Rows copy_rows(const Matrix& m, const float* x, int64_t rows, int64_t ldx, Workspace& work) {
   const Rows inputs = work.inputs.rows(rows, m.k, m.int8_rows);
   for (int64_t r = 0; r < rows; r++) {
@@ -25,7 +25,7 @@ inline void multiply_rows(Pool& pool, const Matrix& m, const float* x, int64_t r
   matmuls(pool, inputs, rows, {Target{&m, y, ldy, false}});
 }
 
-// Finds the best channel of each row, or the first of several equal ones.
+// Finds the largest channel of each row; of several equal channels, the first.
 inline void find_best(Pool& pool, const Matrix& m, const float* y, int64_t rows, int64_t ldy, int32_t* best) {
   each_row(pool, rows, m.n, [&](int64_t r) {
     const float* row = y + r * ldy;
@@ -46,8 +46,8 @@ inline void logits(Pool& pool, const Matrix& head, const float* states, int64_t 
   if (best) find_best(pool, head, out, rows, ldy, best);
 }
 
-// Finds the `width` best of n scores, best first; of equal ones, the first is better. The scores are
-// padded to a multiple of 16.
+// Finds the `width` best of n scores, best first; of equal scores, the first is better. `scores` has
+// space up to a multiple of 16.
 inline void find_best_few(float* scores, int64_t n, int64_t width, int64_t* ids, float* best) {
   for (int64_t i = n; i < padded(n, 16); i++) scores[i] = -INFINITY;
   int64_t count = 0;
@@ -66,7 +66,7 @@ inline void find_best_few(float* scores, int64_t n, int64_t width, int64_t* ids,
   }
 }
 
-// Returns the logarithm of the sum of e to the power of scores / temperature, given the largest
+// Returns the logarithm of the sum of e to the power of scores / temperature. most: the largest
 // score. Scores are padded with -infinity to a multiple of 16.
 inline float log_sum_exp(const float* scores, int64_t n, float most, float temperature) {
   const F shift = set(most), factor = set(1.0f / temperature);

@@ -1,8 +1,8 @@
 // The columns of a cache: one head's keys and values in the cache's number type, F32, F16 or Q8_0.
 //
 // Keys are a matrix in tiles (formats.h) whose channels are the columns. Values are rows as a file stores them. Each
-// column is rounded by itself, so its bits do not depend on others.
-// Keys in Q8_0 lack a bias that all keys share (step.cpp, leave_out_bias).
+// column is rounded by itself, so its bits do not depend on other columns.
+// Keys in Q8_0 are stored without a bias that all keys share (step.cpp, leave_out_bias).
 #pragma once
 
 #include <algorithm>
@@ -29,8 +29,8 @@ inline void put_channel(const T* row, int64_t k, int channel, uint8_t* tile) {
   for (int64_t d = 0; d < k; d++) out[kTile * d] = row[d];
 }
 
-// Rounds `wide` numbers (a multiple of 16 or 32) to a row in the layout of a GGUF file. Numbers beyond the largest half are
-// replaced by it, since masked columns must be finite.
+// Rounds `wide` numbers (a multiple of 16 or 32) to a row in the layout of a GGUF file. First, numbers are limited to
+// the range of fp16, because masked columns must also be finite.
 inline void round_head(int32_t format, float* x, int64_t wide, uint8_t* row) {
   constexpr float limit = 65504.0f;
   for (int64_t d = 0; d < wide; d += 16) {
@@ -66,8 +66,7 @@ inline void write_column(const Columns& own, int64_t column, const float* key, c
   round_head(own.format, x, value_dim, row);
 }
 
-// Returns the keys [tiles, dim, 16] of some tiles as floats, which are converted into `buffer` if they are
-// halves.
+// Returns the keys [tiles, dim, 16] of some tiles as floats. Keys in fp16 are converted into `buffer`.
 inline const float* float_keys(const Columns& own, int64_t dim, int64_t first, int64_t tiles, float* buffer) {
   const uint8_t* keys = own.keys + first * kTile * key_bytes(own.format, dim);
   if (own.format == F32) return reinterpret_cast<const float*>(keys);
@@ -76,8 +75,8 @@ inline const float* float_keys(const Columns& own, int64_t dim, int64_t first, i
   return buffer;
 }
 
-// Returns the values [count, dim padded to 16 or 32] of some columns as floats, which are converted into `buffer`
-// unless they are floats already.
+// Returns the values [count, dim padded to 16 or 32] of some columns as floats. Values in fp16 or Q8_0 are converted
+// into `buffer`.
 inline const float* float_values(const Columns& own, int64_t dim, int64_t first, int64_t count, float* buffer) {
   const int64_t wide = value_numbers(own.format, dim);
   const uint8_t* values = own.values + first * value_bytes(own.format, dim);

@@ -24,7 +24,7 @@
 
 namespace medusa {
 
-// The sets that were compiled.
+// The instruction sets that were compiled.
 #if defined(MEDUSA_HAS_AVX2)
 namespace avx2 { extern const Functions functions; }
 namespace avx512 { extern const Functions functions; }
@@ -48,7 +48,8 @@ struct Choice {
 
 #if defined(MEDUSA_HAS_AVX2)
 
-// Asks Linux to let this process use AMX, which saves 8 KB more per thread; false if it refuses.
+// Asks Linux to let this process use AMX, for which Linux saves 8 KB more per thread. Returns false if
+// Linux refuses.
 bool may_use_amx() {
 #if defined(__linux__)
   constexpr long request = 0x1023, amx_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -83,7 +84,7 @@ struct Features {
 
 #elif defined(MEDUSA_HAS_NEON)
 
-// Returns true if this CPU has dot products of bytes: nearly all since 2018, and each of Apple's for Macs.
+// Returns true if this CPU has dot products of bytes, as nearly all ARM CPUs since 2018 and all of Apple's for Macs do.
 bool has_dot_products() {
 #if defined(__linux__)
   constexpr unsigned long dot_products = 1ul << 20;  // HWCAP_ASIMDDP
@@ -99,7 +100,7 @@ bool has_dot_products() {
 
 #endif
 
-// Lists the instruction sets from the fastest to the generic one, which every machine supports.
+// Lists the instruction sets from the fastest to the generic set, which every machine supports.
 int choices(Choice* out) {
   int count = 0;
 #if defined(MEDUSA_HAS_AVX2)
@@ -154,8 +155,8 @@ void forked() {
 const int registered = pthread_atfork(nullptr, nullptr, forked);
 #endif
 
-// The result of functions that found no memory. No exception may leave the C interface, and those
-// that can occur, here or in the pool's threads, all say that the system refused memory.
+// The result of functions that found no memory. No exception may leave the C interface. All exceptions
+// that can occur, here or in the pool's threads, mean that the system refused memory.
 constexpr int kNoMemory = -2;
 
 struct Layout {
@@ -197,7 +198,7 @@ const char* medusa_instructions() {
   struct Names {
     char text[96] = "";
   };
-  // Built once: several threads may ask at the same time.
+  // Built only once, because several threads may ask at the same time.
   static const Names names = [] {
     Names joined;
     Choice all[8];
@@ -230,14 +231,14 @@ void medusa_threads(int count) {
   wanted = count < 1 ? 1 : count;
 }
 
-// Returns the structures as this library was compiled: a line per structure with its size, and per field with its type
-// and offset.
+// Returns the structures' layout as this library was compiled: one line per structure with its size, and one line per
+// field with the field's type and offset.
 const char* medusa_layout() {
   static const Layout layout;
   return layout.text;
 }
 
-// Returns the inputs per block of a format, and the bytes of a block in a file; -1 if there is no such format.
+// These two return the inputs per block of a format, and the bytes of a block in a file; -1 for an unknown format.
 int64_t medusa_block(int format) { return format < 0 || format >= kFormats ? -1 : info(format).block; }
 
 int64_t medusa_file_bytes(int format) { return format < 0 || format >= kFormats ? -1 : info(format).file_bytes; }
@@ -347,7 +348,7 @@ int medusa_embed(const Matrix* matrix, const int64_t* ids, int64_t count, float 
   return kNoMemory;
 }
 
-// Runs a level of drafts: the embeddings of its tokens, the layer, and the guesses of what follows.
+// Runs a level of drafts: looks up its tokens' embeddings, runs the layer, and guesses the next tokens.
 int medusa_level(const Model* model, const DraftLevel* level) {
   const DraftLevel& l = *level;
   const int64_t hidden = model->hidden;

@@ -18,23 +18,23 @@ NO_MEMORY = -2  # kNoMemory in library.cpp
 
 
 def require(holds: bool, fault: str) -> None:
-    """Raises ValueError unless a condition on what the library reads holds; `python -O` keeps it, unlike an assert."""
+    """Raises ValueError unless a condition on the library's arguments holds, even in `python -O`."""
     if not holds:
         raise ValueError(f"internal: {fault}")
 
 
 class Unavailable(Exception):
-    """Says why the native library cannot be used."""
+    """Reports why the native library cannot be used."""
 
 
-# The kinds of layers that mix rows, in the order of the library's numbers.
+# The kinds of layers that mix rows, in the order of the library's enum Mixer.
 MIXERS = ("attention", "short_conv", "delta_net")
-# Sizes of layers that follow the paths of a tree: the kernel size of convolutions, and the sizes of
-# delta nets.
+# The sizes of layers that follow the paths of a tree: the kernel size of convolutions, and the sizes
+# of delta nets.
 PATHS = ("kernel", "delta_layers", "key_heads", "value_heads", "key_dim", "value_dim")
 
 
-# Structures, and fields as (type, name, count), as structures.def declares them.
+# Declarations in structures.def: the beginning of a structure, and a field (type, name, count).
 STRUCT = "\nSTRUCT("
 FIELD = re.compile(r"^(?:FIELD|ARRAY)\(([^,]+), (\w+)(?:, (\d+))?\)", re.MULTILINE)
 TYPES: dict[str, Any] = {
@@ -48,7 +48,7 @@ TYPES: dict[str, Any] = {
 
 
 class Declarations:
-    """Structures that a text declares as structures.def does: their fields, and ctypes classes of them."""
+    """Holds the structures that a text like structures.def declares: their fields and their ctypes classes."""
 
     def __init__(self, text: str) -> None:
         self.fields: dict[str, list[tuple[str, str, str]]] = {}
@@ -74,7 +74,7 @@ class Declarations:
         return tuple(name for own, name, _ in self.fields[structure] if own == kind)
 
     def layout(self) -> str:
-        """Returns the structures as `medusa_layout` does."""
+        """Returns the layout of the structures, in the format of `medusa_layout`."""
         lines = []
         for structure, kind in self.classes.items():
             lines.append(f"struct {structure} {ctypes.sizeof(kind)}\n")
@@ -94,7 +94,7 @@ DraftRows = DECLARED.classes["DraftRows"]
 DraftPass = DECLARED.classes["DraftPass"]
 Guesses = DECLARED.classes["Guesses"]
 DraftLevel = DECLARED.classes["DraftLevel"]
-# The names of fields: a layer's norms and its other vectors, and a model's boolean properties.
+# The names of a layer's norms, of its other vectors, and of a model's boolean properties.
 NORMS = DECLARED.names("Layer", "Gain")
 VECTORS = DECLARED.names("Layer", "Vector")
 FLAGS = DECLARED.names("Model", "Flag")
@@ -127,7 +127,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 def library() -> Any:
     """Loads the library once; raises Unavailable if it was not compiled or does not fit this machine.
 
-    It uses this CPU's fastest instruction set, or the one in MEDUSA_CPU, and `cpu_count()` threads.
+    The library uses the CPU's fastest instruction set, or that in MEDUSA_CPU, and `cpu_count()` threads.
     """
     if not LIBRARY.is_file():
         raise Unavailable(
@@ -161,7 +161,7 @@ def library() -> Any:
 
 
 def check(code: int, fault: str, error: type[Exception] = ValueError) -> None:
-    """Raises MemoryError, or `error` for arguments that do not fit, if a function's code says so."""
+    """Raises MemoryError or `error`, if a function's result `code` reports missing memory or bad arguments."""
     if code == NO_MEMORY:
         raise MemoryError("the system gave the native library no more memory")
     if code:
@@ -175,7 +175,7 @@ def instructions(native: Any = None) -> list[str]:
 
 
 def instruction_set() -> str:
-    """Returns the instruction set in use: the fastest one, or the one in MEDUSA_CPU."""
+    """Returns the instruction set in use: the fastest, or that in MEDUSA_CPU."""
     return _wanted_set() or instructions()[0]
 
 
@@ -189,7 +189,7 @@ def is_available() -> bool:
 
 
 def why_unavailable() -> str | None:
-    """Returns why the library cannot be used; None if it can."""
+    """Returns why the library cannot be used, or None if it can be used."""
     try:
         library()
     except Unavailable as reason:

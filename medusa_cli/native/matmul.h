@@ -1,9 +1,9 @@
 // Matmuls of rows with matrices in tiles.
 //
 // A share of a matmul is some tiles of 16 channels for all rows. A tile is unpacked into bytes with
-// scales for 8-bit rows, or into floats for rows of floats. Each block of a few 8-bit rows unpacks
-// the tile by itself, unit by unit, and stores nothing. For many 8-bit rows and for rows of floats,
-// 256 inputs of the tile are unpacked and stored, and blocks of rows are multiplied with them:
+// scales for 8-bit rows, or into floats for rows of floats. With few 8-bit rows, each block of rows
+// unpacks the tile again, unit by unit, and stores nothing. With many 8-bit rows, or with rows of
+// floats, 256 inputs of the tile are unpacked and stored, and blocks of rows are multiplied with them:
 //
 //                 256 inputs                 16 channels
 //     row 0   [ x x x x . . . ]            [ w w w w . . ]
@@ -24,8 +24,8 @@ namespace medusa {
 namespace ISA {
 
 // Rows as matmuls read them: floats [rows, stride] and, if a matrix needs them, 8-bit numbers in
-// groups of 32 inputs, where x ~ scale * q. The sums of each group are precomputed for the zeros
-// and offsets of weights.
+// groups of 32 inputs, where x ~ scale * q. For the zeros and offsets of weights, the sum of each
+// group is computed in advance.
 struct Rows {
   const float* x;
   int64_t stride;    // of x and q, a multiple of 32
@@ -82,7 +82,7 @@ inline void round_row(const Rows& row, int64_t first, int64_t end) {
   }
 }
 
-// A kernel's inputs: 8-bit rows, beginning at some row and input.
+// A kernel's inputs: 8-bit rows, from some row and some input on.
 struct Inputs {
   const int8_t* q;
   const float* scale;
@@ -141,12 +141,13 @@ inline void add_bytes(const Bytes& w, const Inputs& x, float* sums) {
   }
 }
 
-// The vectors of sums that registers hold next to the weights of a unit: 16 registers hold 4, 32 hold
-// 8.
+// The number of vectors of sums that fit in registers next to the weights of a unit: 4 in 16
+// registers, 8 in 32 registers.
 constexpr int kHeldSums = kBlockRows;
 
 // Adds the dot products of R rows with units first .. end - 1 of a tile, for PARTS * kLanes channels
-// from `lane` on, to sums [R, 16], which begin with unit 0. As many bytes are prefetched as are read.
+// from `lane` on, to sums [R, 16]. With unit 0, the sums begin at 0. As many bytes are prefetched as
+// are read.
 template <int FORMAT, int R, int PARTS>
 inline void add_packed(const uint8_t* tile, int64_t first, int64_t end, int lane, const Inputs& x, float* sums) {
   constexpr int64_t bytes = unit_bytes(FORMAT);
@@ -171,8 +172,8 @@ inline void add_packed(const uint8_t* tile, int64_t first, int64_t end, int lane
   }
 }
 
-// Sets sums [R, 16] to the dot products of R rows with a whole tile, which is unpacked on the way. If
-// registers cannot hold the sums of all channels, some channels after others read 256 inputs.
+// Sets sums [R, 16] to the dot products of R rows with a whole tile, which is unpacked unit by unit. If
+// registers cannot hold the sums of all channels, groups of channels take turns after every 256 inputs.
 template <int FORMAT, int R>
 inline void multiply_packed(const uint8_t* tile, int64_t units, const Inputs& x, float* sums) {
   constexpr int all = kTile / kLanes;
@@ -214,7 +215,7 @@ inline void add_floats(const Floats& w, const float* x, int64_t stride, float* s
   }
 }
 
-// Calls work(std::integral_constant<int, count>) for a count of at most MOST; none for 0.
+// Calls work(std::integral_constant<int, count>) for a count of at most MOST; does nothing for 0.
 template <int MOST, class Work>
 inline void with_count(int64_t count, const Work& work) {
   if constexpr (MOST > 0) {
@@ -231,21 +232,21 @@ inline void by_blocks(int64_t rows, const Work& work) {
   with_count<MOST - 1>(rows - row, [&](auto r) { work(r, row); });
 }
 
-// Rows whose sums stay in a CPU cache while a tile's chunks are processed.
+// The number of rows whose sums stay in a CPU cache while a tile's chunks are processed.
 constexpr int64_t kPanel = 64;
 
-// Up to this many rows, a tile is unpacked again for each block of rows: storing the unpacked tile
-// would cost more, for any number of rows if blocks have eight rows of all channels.
+// Up to this many rows, a tile is unpacked again for each block of rows, because storing the unpacked
+// tile would take longer. If blocks have eight rows and all channels, this holds for any number of rows.
 constexpr int64_t kFewRows = kBlockRows < 8 ? kBlockRows : kLanes < kTile ? 2 * kBlockRows : kPanel;
 
 #if defined(__AMX_INT8__)
 
-// The number of units whose products are being computed while those of another unit are added.
+// The number of units whose products are being computed while the products of an earlier unit are added.
 constexpr int kUnderWay = 2;
 
 // Adds the dot products of R <= 16 rows with unpacked bytes to sums [R, 16]. The bytes are signed if
-// there are no offsets. LAST: as in multiply_unit. Per unit, `bytes` bytes from `ahead` on are
-// prefetched: all of them at once would delay other reads.
+// there are no offsets. LAST: as in multiply_unit. With each unit, the next `bytes` bytes from `ahead`
+// on are prefetched. To prefetch the bytes of all units at once would delay other reads.
 template <bool HAS_OFFSET, int R, bool LAST>
 inline void add_bytes_amx(const Bytes& w, const Inputs& x, const uint8_t* ahead, int64_t bytes, float* sums) {
   alignas(64) int32_t products[kUnderWay + 1][R][kTile];
@@ -269,7 +270,7 @@ inline void add_bytes_amx(const Bytes& w, const Inputs& x, const uint8_t* ahead,
   MEDUSA_UNROLL for (int r = 0; r < R; r++) store_l(sums + r * kTile, total[r]);
 }
 
-// From this many rows on, AMX is faster: a unit costs it nearly as much for one row as for 16.
+// From this many rows on, AMX is faster. With AMX, a unit takes nearly as long for one row as for 16.
 constexpr int64_t kLeastAmxRows = 9;
 
 inline bool uses_amx(int32_t format, int64_t rows) { return info(format).group == kUnit && rows >= kLeastAmxRows; }

@@ -15,12 +15,12 @@ from medusa_cli.native.pages import Bytes, aligned
 
 Floats = NDArray[np.float32]
 
-# The largest scale of MXFP4 by which all its numbers are finite in fp32.
+# The largest scale of MXFP4 with which all numbers are finite in fp32.
 LARGEST_SCALE = 252
 
 
 class Format(IntEnum):
-    """A number type of weights; quantized types have the names that ggml uses."""
+    """Lists the number types of weights. Quantized types have the same names as in ggml."""
 
     F32 = 0
     F16 = 1
@@ -62,7 +62,7 @@ class Format(IntEnum):
         return inputs % self.block == 0
 
 
-# The positions of the fp16 scales in a block of a file.
+# The byte positions of the fp16 scales in a block of a file.
 SCALE_PLACES = {
     Format.Q4_0: (0,),
     Format.Q4_1: (0, 2),
@@ -81,7 +81,7 @@ SCALE_PLACES = {
 
 @dataclass(frozen=True)
 class RawMatrix:
-    """A matrix [n, k] as a file stores it: bytes [n, row bytes] in a format."""
+    """Holds a matrix [n, k] as a file stores it: bytes [n, row bytes] in a format."""
 
     format: Format
     rows: Bytes
@@ -128,7 +128,7 @@ class RawMatrix:
     def is_finite(self) -> bool:
         """Returns False if a scale of a quantized matrix is not finite; matrices of floats are not checked.
 
-        With 8-bit rows, such a number would become a finite one.
+        When rows are rounded to 8 bits, a number that is not finite may become finite.
         """
         if self.format.is_float:
             return True
@@ -136,11 +136,11 @@ class RawMatrix:
         if self.format == Format.MXFP4:
             return bool(blocks[:, 0].max() <= LARGEST_SCALE)
         places = SCALE_PLACES[self.format]
-        # The exponent of an fp16 number that is not finite has only ones.
+        # In fp16, all exponent bits of a number that is not finite are 1.
         return all((blocks[:, place + 1] & 0x7C).max() < 0x7C for place in places)
 
     def transposed(self, count: int) -> "RawMatrix":
-        """Returns `count` matrices of floats, which lie one after another, each transposed."""
+        """Returns the rows as `count` consecutive matrices of floats, each of them transposed."""
         size = self.format.row_bytes(1)
         values = self.rows.view(f"u{size}").reshape(count, -1, self.inputs)
         turned = np.ascontiguousarray(values.transpose(0, 2, 1))
@@ -170,7 +170,7 @@ class RawMatrix:
 
 
 class PackedMatrix:
-    """A matrix [n, k] in tiles with an optional bias [n]; it owns the memory of both.
+    """Holds a matrix [n, k] in tiles and an optional bias [n], and owns the memory of both.
 
     int8_rows: the rows that a quantized matrix is multiplied with are rounded to 8 bits. Raises
     ValueError if the tiles or the bias do not fit the shape.
@@ -225,9 +225,9 @@ class PackedMatrix:
         return y[:, : self.shape[0]]
 
     def embed(self, ids: NDArray[np.int64], scale: float = 1.0, width: int | None = None) -> Floats:
-        """Returns the rows [count, width] for ids, times a scale; width: that of the matrix, unless it is given.
+        """Returns the matrix's rows [count, width] for ids, times a scale. width: None means that of the matrix.
 
-        Raises IndexError if the matrix lacks an id.
+        Raises IndexError if the matrix has no row for an id.
         """
         out = np.empty((len(ids), width or self.shape[1]), np.float32)
         ids = np.ascontiguousarray(ids, np.int64)
@@ -238,14 +238,14 @@ class PackedMatrix:
         return out
 
 
-# Consecutive parts of the channels of a matrix [n, k], each with its bias [n], if there is one.
+# Consecutive parts [n, k] of a matrix's channels, each with a bias [n] or None.
 Parts = Iterable[tuple[Floats, Floats | None]]
 
 
 def drafting_matrix(parts: Parts) -> PackedMatrix:
-    """Returns a drafter's matrix [n, k] in 4 bits, for rows that are rounded to 8.
+    """Returns a drafter's matrix [n, k] with 4-bit weights, for rows that are rounded to 8 bits.
 
-    Drafts need not be exact. In 8 bits, the matrices of a level would not stay in the CPU's cache.
+    Drafts need not be exact. With 8-bit weights, a level's matrices would not stay in the CPU's cache.
     """
     rounded, biases = [], []
     for values, bias in parts:
@@ -270,7 +270,7 @@ def pack_tiles(raw: RawMatrix) -> Bytes:
 
 
 def in_parts(count: int, work: Callable[[int, int], None]) -> None:
-    """Calls work(first, end) in threads for parts of 0 .. count - 1, which are split between tiles."""
+    """Calls work(first, end) in threads for consecutive parts of 0 .. count - 1. Each part begins at a new tile."""
     size = max(TILE, -(-count // (4 * cpu_count()) // TILE) * TILE)
     parts = [(first, min(count, first + size)) for first in range(0, count, size)]
     if len(parts) == 1:

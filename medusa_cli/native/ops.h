@@ -19,8 +19,8 @@ inline void rms_norm(const float* x, const float* gain, float* y, int64_t n, flo
   for (int64_t i = 0; i < n; i += 16) store(y + i, mul(mul(load(x + i), factor), load(gain + i)));
 }
 
-// Does the same, but first subtracts the mean, and adds a bias, which is the second half of gain
-// [2, n padded to 32].
+// Does the same as rms_norm, but first subtracts the mean, and finally adds a bias. gain [2, n padded
+// to 32]: the gain, then the bias.
 inline void layer_norm(const float* x, const float* gain, float* y, int64_t n, float eps) {
   const float* bias = gain + (n + 31) / 32 * 32;
   F total = set(0.0f), squares = set(0.0f);
@@ -49,7 +49,7 @@ inline void head_norm(bool centered, float* x, const float* gain, int64_t dim, f
   std::memcpy(x, padded, dim * sizeof(float));
 }
 
-// Rotates the first 2 * half floats of a head; each float of the first half is paired with one of
+// Rotates the first 2 * half floats of a head. Float i of the first half forms a pair with float i of
 // the second half.
 inline void rotate(float* __restrict x, const float* __restrict cos, const float* __restrict sin, int64_t half) {
   float* __restrict second = x + half;
@@ -60,7 +60,7 @@ inline void rotate(float* __restrict x, const float* __restrict cos, const float
   }
 }
 
-// Does the same with pairs of adjacent floats.
+// Does the same as `rotate`, but with pairs of adjacent floats.
 inline void rotate_pairs(float* x, const float* cos, const float* sin, int64_t half) {
   for (int64_t i = 0; i < half; i++) {
     const float a = x[2 * i], b = x[2 * i + 1];
@@ -100,7 +100,7 @@ inline F activate(const Activation& own, F x) {
   return own.kind == SQUARED_RELU ? squared_relu(x) : xielu(own, x);
 }
 
-// Returns g sigmoid(alpha g) (u + 1) for a gate g of at most the limit, and u within the limits.
+// Returns g sigmoid(alpha g) (u + 1), where g is min(gate, limit) and u is `up` within -limit .. limit.
 inline F clamped_swiglu(const Activation& own, F gate, F up) {
   const F limit = set(own.limit);
   const F g = min(gate, limit), u = max(min(up, limit), set(-own.limit));

@@ -1,4 +1,4 @@
-"""Memory by pages: huge pages for weights, and zeros that take memory only from the time when they are written."""
+"""Memory in pages: huge pages for weights, and zeros that take memory only once they are written."""
 
 import ctypes
 import math
@@ -20,14 +20,14 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def aligned(size: int) -> Bytes:
-    """Returns `size` zero bytes that begin at a multiple of 64 bytes, on huge pages if there are any.
+    """Returns `size` zero bytes that begin at a multiple of 64 bytes, on huge pages if the system has them.
 
-    With small pages, looking up addresses takes a tenth of a pass.
+    With small pages, looking up addresses takes a tenth of the time of a pass.
     """
     if size < HUGE_PAGE or not HAS_HUGE_PAGES:
         return _from_multiple(np.zeros(size + 64, np.uint8), 64, size)
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # the kernel may have been built without them
+    with suppress(OSError):  # the kernel may have been built without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return _from_multiple(np.frombuffer(memory, np.uint8), HUGE_PAGE, size)
 
@@ -38,7 +38,7 @@ def _from_multiple(memory: Bytes, multiple: int, size: int) -> Bytes:
 
 
 def lazy_zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns zeros; raises MemoryError if the system refuses the address space."""
+    """Returns zeros that take memory once they are written; raises MemoryError if address space is refused."""
     size = dtype.itemsize * math.prod(shape)
     if not size:
         return torch.zeros(shape, dtype=dtype)
@@ -47,14 +47,14 @@ def lazy_zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     except OSError as reason:
         raise MemoryError(f"no address space of {size / 1e9:.1f} GB") from reason
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        # A huge page takes 2 MB for the first row of a head.
+        # With huge pages, the first row of each head would take 2 MB.
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def drop_pages(part: Tensor) -> None:
-    """Gives the memory of a contiguous part of `lazy_zeros` back to the system; its numbers may become 0."""
-    # On other systems, MADV_DONTNEED keeps the memory.
+    """Gives the memory of a contiguous part of `lazy_zeros` back to the system; the part's numbers may become 0."""
+    # On systems other than Linux, MADV_DONTNEED keeps the memory.
     advice = mmap.MADV_DONTNEED if sys.platform == "linux" else mmap.MADV_FREE
     page = mmap.PAGESIZE
     start = -(-part.data_ptr() // page) * page

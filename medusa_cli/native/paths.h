@@ -1,5 +1,5 @@
-// Paths of draft trees, for layers whose rows continue from the inputs or the states of the rows before
-// them:
+// Paths of draft trees, for layers in which a row continues from the inputs or states of the rows
+// before it on its path:
 //
 //     prefix             tree of a pass              row 3 reads, with a kernel of 4:
 //     .. -3 -2 -1        0 - 1 - 3                   [-1] [0] [1] [3]
@@ -37,7 +37,7 @@ inline void find_parents(const uint8_t* seen, int64_t stride, int64_t rows, int6
 }
 
 // Finds the inputs of the last `kernel` rows on the path that ends at `row`. The inputs of `row`
-// come last; inputs from before the beginning are null.
+// come last. Inputs before the beginning of the text are null.
 inline void path_inputs(const PathInputs& slot, int64_t row, int64_t kernel, const float** inputs) {
   assert(row >= 0 && 1 <= kernel && kernel <= kKernel);
   int64_t at = row;
@@ -53,21 +53,22 @@ inline void path_inputs(const PathInputs& slot, int64_t row, int64_t kernel, con
   }
 }
 
-// The state from which each row of a slot continues, and the index of the state after it.
+// For each row of a slot, the index of the state from which the row continues, and the index of the
+// state after the row.
 struct Walk {
   static constexpr int64_t kSlot = -1;   // the slot's own state
   static constexpr int64_t kNone = -2;   // no row continues from it
   List<int64_t> from, to;
   int64_t branches = 0;  // states besides the slot's that exist at the same time
 
-  // All rows stay: each continues from the row before it and updates the slot's state.
+  // All rows stay: each row continues from the row before it and updates the slot's state.
   void chain(int64_t rows) {
     from.assign(rows, kSlot);
     to.assign(rows, kSlot);
     branches = 0;
   }
 
-  // The slot's state stays as it is. A row's last child takes over the row's state.
+  // The slot's own state does not change. A row's last child overwrites the row's state.
   void tree(const int64_t* parents, int64_t rows) {
     from.assign(rows, kSlot);
     to.assign(rows, kNone);

@@ -12,8 +12,8 @@ namespace {
 // About one microsecond passes between two jobs of a step, and about 100 between two steps or two
 // matrices of a drafter.
 constexpr int kSpins = 10000;
-// The number of polls before the caller yields its CPU: a share that was taken may belong to a
-// thread that is waiting for that CPU.
+// The number of polls before the caller yields its CPU, because a thread that has taken a share may be
+// waiting for this CPU.
 constexpr int kPolls = 20000;
 
 inline void pause() {
@@ -25,9 +25,9 @@ inline void pause() {
 #endif
 }
 
-// Returns the share of the job that a ticket stands for. Threads take tickets about in turns, so
-// each thread gets neighboring shares: the memory that it prefetches beyond one share belongs to
-// its next share.
+// Returns the share of the job that a ticket stands for. Threads take tickets roughly in turn, so each
+// thread gets neighboring shares: the memory that it prefetches beyond one share belongs to its next
+// share.
 int64_t share_of(int64_t ticket, int64_t shares, int threads) {
   const int64_t lane = ticket % threads, each = shares / threads, rest = shares % threads;
   return lane * each + std::min(lane, rest) + ticket / threads;
@@ -42,7 +42,7 @@ Pool::Pool(int threads) {
       workers_.emplace_back([this, thread] { work(thread); });
     }
   } catch (const std::exception&) {
-    // The system allows no more threads, or no memory for them. Those that started share the work.
+    // The system allows no more threads, or has no memory for them. The threads that started share the work.
   }
 }
 

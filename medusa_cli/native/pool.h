@@ -1,9 +1,9 @@
 // A pool of threads that share the work of a decoder's steps.
 //
 // A job is split into many small shares, which threads take from one counter. A thread that the
-// system holds up delays only the share that it has taken. Idle threads spin for some microseconds
-// and then sleep: if other programs run, threads that keep spinning take the CPU from a thread that
-// works.
+// system interrupts delays only the share that it has taken. Idle threads spin for some microseconds
+// and then sleep, because while other programs run, spinning threads would take the CPU from a thread
+// that works.
 #pragma once
 
 #include <atomic>
@@ -44,13 +44,13 @@ class Pool {
 
   void start(int64_t shares, Function function, const void* context);
   void work(int thread);
-  // Takes shares until none is left; returns false if there was none.
+  // Takes shares until none is left; returns false if there was none to take.
   bool take(int thread);
   void sleep(uint64_t seen);
 
-  // `job_` holds the job's number (16 bits), its shares (24) and the next ticket (24). One atomic
-  // addition thus takes a ticket and shows whether it has a share, and a late thread never mistakes
-  // one job for another.
+  // `job_` holds the job's number (16 bits), its shares (24) and the next ticket (24). So one atomic
+  // addition takes a ticket and shows if there is a share for the ticket, and a late thread never
+  // takes one job for another.
   static constexpr int kBits = 24;
   static constexpr int64_t kMask = (int64_t(1) << kBits) - 1;
 

@@ -1,4 +1,4 @@
-// The operations on all rows of a pass, which threads share: norms, rounding, matmuls and MLPs.
+// The operations on all rows of a pass, shared among threads: norms, rounding, matmuls and MLPs.
 #pragma once
 
 #include <algorithm>
@@ -9,14 +9,14 @@
 namespace medusa {
 namespace ISA {
 
-// From this many floats on, threads share the operations between matmuls. With fewer, sharing takes
-// longer than the work.
+// From this many floats on, threads share an operation between matmuls. With fewer floats, sharing
+// takes longer than the operation.
 constexpr int64_t kManyNumbers = 1 << 14;
 // The minimum number of multiplications per share, and the number of shares per thread.
 constexpr int64_t kLeastWork = 1 << 15;
 constexpr int64_t kSharesPerThread = 8;
 
-// A buffer that grows and that the next step reuses.
+// A buffer that grows as needed and that later steps reuse.
 template <class T>
 class Buffer {
  public:
@@ -108,8 +108,8 @@ inline void norm_rows(Pool& pool, const Model& m, const float* x, int64_t stride
   });
 }
 
-// Adds the output [rows, stride] of attention or the MLP to the states x, times the model's
-// residual factor. If the layer has a norm for the output, it is applied first.
+// Adds the output [rows, stride] of attention or the MLP, times the model's residual factor, to the
+// states x. If the layer has a norm for the output, the norm is applied first.
 inline void add_rows(Pool& pool, const Model& m, float* added, int64_t rows, const float* norm, float* x,
                      int64_t stride) {
   each_row(pool, rows, stride, [&](int64_t r) {
@@ -193,8 +193,8 @@ struct Mlp {
   int64_t first, rows;
 };
 
-// Computes act(gate) * up, or act(up) without a gate, for pairs of tiles. Each pair is rounded at
-// once, since its 32 channels form a group of the next matmul.
+// Computes act(gate) * up, or act(up) without a gate, for pairs of tiles. Each pair is rounded as soon
+// as it is computed, since its 32 channels form a group of the next matmul.
 inline void gated(Pool& pool, const List<Mlp>& mlps, const Activation& activation, const Rows& x, const Rows& inner,
                   Shares& shares, Buffer<float>& buffer) {
   int64_t most = 0;
@@ -226,7 +226,7 @@ inline void gated(Pool& pool, const List<Mlp>& mlps, const Activation& activatio
             store(out + i, has_gate ? gate_by(activation, value, load(up + at)) : activate(activation, value));
           }
         }
-        // In a separate loop, rounding need not wait for the activations of its row.
+        // In a loop of its own, the rounding of a row need not wait for the row's activations.
         for (int64_t r = 0; inner.q && r < mlp.rows; r++) {
           round_row(inner.from(mlp.first + r), first * kTile, first * kTile + kUnit);
         }

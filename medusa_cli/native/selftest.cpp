@@ -12,7 +12,7 @@
 #include <string>
 #include <utility>
 
-// The structures of delta nets have sizes that depend on the model.
+// For the sizes of delta nets' structures, which depend on the model.
 #define ISA selftest
 #include "delta_net.h"
 
@@ -41,7 +41,7 @@ void require(int code, const char* call) {
   std::exit(1);
 }
 
-// FNV-1a.
+// Returns the FNV-1a hash of some bytes.
 uint64_t hash_of(const void* data, size_t bytes, uint64_t hash = 0xcbf29ce484222325ull) {
   const auto* p = static_cast<const uint8_t*>(data);
   for (size_t i = 0; i < bytes; i++) hash = (hash ^ p[i]) * 0x100000001b3ull;
@@ -63,7 +63,7 @@ struct Noise {
   float number(float size = 1.0f) { return size * (float(bits() >> 7) / float(1 << 23) - 1.0f); }
 };
 
-// Numbers and matrices that live until the end.
+// Numbers and matrices that live until the program ends.
 std::deque<std::vector<float>> arena;
 std::deque<std::vector<uint8_t>> tiles_arena;
 uint64_t seed = 1;
@@ -109,7 +109,7 @@ Scales scales_of(int format) {
   }
 }
 
-// Returns a random matrix in tiles. Some scales are subnormal, and some of MXFP4's are the least.
+// Returns a random matrix in tiles. Some scales are subnormal, and some scales of MXFP4 are the smallest.
 Matrix matrix(int format, int64_t n, int64_t k, bool int8_rows, bool bias = false) {
   const FormatInfo& f = info(format);
   Noise noise{seed++};
@@ -137,7 +137,7 @@ Matrix matrix(int format, int64_t n, int64_t k, bool int8_rows, bool bias = fals
   return {format, int8_rows && !is_float(format), n, k, tiles.data(), added};
 }
 
-// Returns rows with groups of zeros, of nearly zero, of large numbers, and of ties in rounding.
+// Returns rows with groups of zeros, of numbers near zero, of large numbers, and of ties in rounding.
 float* rows(int64_t count, int64_t k) {
   float* x = floats(count * k, 0.0f, 1.0f);
   for (int64_t i = 0; i < count * k; i++) {
@@ -155,7 +155,7 @@ struct Case {
   std::function<uint64_t()> hash;
 };
 
-// 1 to 20 rows, and more than one panel. A row's bits do not depend on the number of rows.
+// Multiplies 1 to 20 rows, and more rows than a panel has. Exits if a row's bits depend on their number.
 uint64_t products(const Matrix& m, const float* x) {
   const int64_t wide = padded(m.n, kTile), most = 70;
   std::vector<float> all(most * wide), some(most * wide);
@@ -198,7 +198,7 @@ void add_matrices(std::vector<Case>& cases) {
     require(medusa_logits(&head, x, 5, 256, y.data(), 512, best.data()), "medusa_logits");
     return hash_of(best.data(), 5 * sizeof(int32_t), hash_of(y));
   }});
-  // A temperature would ask the system for a logarithm, whose last bit may differ.
+  // With a temperature, scores would depend on the system's logarithm, whose last bit may differ.
   cases.push_back({"guess", [=] {
     std::vector<int64_t> ids(50);
     std::vector<float> scores(50);
@@ -241,7 +241,7 @@ const char* const kFamilyNames[] = {"plain", "layer norms", "mixture", "hybrid"}
 
 constexpr int64_t kHidden = 256, kHeads = 4, kKeyHeads = 2, kDim = 64, kInner = 512, kSlots = 2, kCapacity = 128;
 
-// A small model of a family, with its cache. Its matrices take turns through all formats.
+// A small model of a family, with its cache. Its matrices have all quantized formats in turn.
 struct Tiny {
   Model m = {};
   Cache cache = {};
@@ -349,7 +349,7 @@ struct Tiny {
     return hash_of(x, hash_of(tapped));
   }
 
-  // A prompt, a tree of which a path is kept, and another step.
+  // Runs a prompt, a tree of which a path is kept, and another step.
   uint64_t answer(const float* start) {
     for (auto* buffer : {&keys, &values}) buffer->assign(buffer->size(), 0);
     for (auto* buffer : {&inputs, &states, &pending}) buffer->assign(buffer->size(), 0.0f);
@@ -365,7 +365,7 @@ struct Tiny {
   }
 };
 
-// A drafter's layer, which reads embeddings in addition to the states.
+// Runs a drafter's layer, which reads embeddings in addition to the states.
 uint64_t draft(Tiny& tiny, const float* start) {
   const int64_t count = 6, capacity = 32;
   std::vector<float> keys(kKeyHeads * kDim * capacity), values(keys.size());

@@ -1,4 +1,4 @@
-// Short depthwise convolutions: a row's output depends on its own inputs and on those of the rows
+// Short depthwise convolutions: a row's output depends on its own inputs and on the inputs of the rows
 // before it on its path.
 //
 // Inputs are kept row by row, so a path of a tree reads the same numbers as a chain, in the same
@@ -22,8 +22,8 @@ inline void convolve(const float* const* inputs, const float* weights, int64_t k
   }
 }
 
-// Returns the output of a short convolution for normalized rows. Its inputs stay in the cache as
-// rows.
+// Returns the output of a short convolution for normalized rows. The convolution's inputs stay in the
+// cache as rows.
 inline Rows short_conv(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index,
                        const Rows& read, Workspace& work) {
   const Layer& layer = m.layer[index];

@@ -5,10 +5,10 @@
 // a fixed order, so all instruction sets give the same bits.
 //
 // Matmuls of 8-bit rows work on kLanes channels, as many as fit in a register: four bytes per channel
-// (B), floats (L), and 32-bit integers (I). Integers are exact, so their order does not matter.
+// (B), floats (L), and 32-bit integers (I). Sums of integers are exact, so their order does not matter.
 //
 //     load_half, load_bf16      16 floats from 16 bits each
-//     store_half                rounds 16 floats within the range of halves to them, to nearest, ties to even
+//     store_half                stores 16 floats as halves, rounded to nearest, ties to even; all are in their range
 //     set_half                  all lanes from one half
 //     load_i8                   16 floats from signed bytes
 //     load_byte_of_4            byte `i` (0 .. 3) of each of 16 groups of four bytes
@@ -16,16 +16,16 @@
 //     zero_below                the lanes of a for which x >= limit; the other lanes are 0
 //     scale2                    a times 2 to the power of n; n holds whole numbers
 //     store_i8                  stores 16 whole numbers as bytes
-//     right, left               shifts of bytes, perhaps of pairs of bytes: the caller masks bits of the other byte
+//     right, left               shift bytes or, in some sets, pairs of bytes: callers mask bits of the other byte
 //     table_b, look_up          a table of 16 bytes, indexed by bytes below 16
 //     half_l, u8_l, i8_l        kLanes floats from 16-bit floats and from bytes
-//     half_powers_l             2^(e - 128) for each byte e: half of the float whose exponent is e. Of e = 0,
-//                               the power before halving is subnormal
+//     half_powers_l             2^(e - 128) for each byte e: half of the float whose exponent is e, which is
+//                               subnormal for e = 0
 //     dot<BITS, COUNT>          `first` plus the dot products of COUNT vectors of weights of BITS bits with
 //                               4 * COUNT inputs of a row
-//     kBlockRows                rows that a matmul processes at once: as many as registers can hold beside
-//                               a unit of weights
-//     kUnsignedBytes            `dot` takes unsigned bytes of any size, so that 8-bit weights need no sign
+//     kBlockRows                rows that a matmul processes at once: as many as fit in registers next to a
+//                               unit of weights
+//     kUnsignedBytes            true if `dot` takes unsigned bytes of any size, so that 8-bit weights need no sign
 #pragma once
 
 #include <cmath>
@@ -43,11 +43,11 @@
 #define MEDUSA_UNROLL _Pragma("GCC unroll 16")
 #endif
 
-// For functions whose vectors must stay in registers: GCC finds some too long to inline.
+// For functions whose vectors must stay in registers. Some are so long that GCC would not inline them.
 #define MEDUSA_INLINE __attribute__((always_inline)) inline
 
 // All code that is compiled once for each instruction set must be in the namespace ISA, or be static.
-// The linker keeps one copy of other inline functions and of std's templates, for example the
+// Of any other inline function, and of std's templates, the linker keeps one copy. This may be the
 // AVX-512 copy, which would then also run on a machine without AVX-512.
 #if defined(__AVX512BW__)
 #include "simd_avx512.h"
@@ -75,12 +75,12 @@ struct Allocator : std::allocator<T> {
   Allocator(const Allocator<U>&) {}
 };
 
-// A vector with code of its own, as its name includes this namespace.
+// A vector with code of its own for this instruction set, because its name includes this namespace.
 template <class T>
 using List = std::vector<T, Allocator<T>>;
 
-// Returns e to the power of a for a <= 88; 0 below -87. The largest error of all floats is 1.27 units in
-// the last place.
+// Returns e to the power of a for a <= 88; 0 below -87. Over all floats, the largest error is 1.27 units
+// in the last place.
 //
 // The method and its constants are those of expf in the Cephes library: x = n log(2) + f, where log(2) is
 // split into a number of few bits and a small rest, and a polynomial of f is multiplied by 2^n.
@@ -99,8 +99,9 @@ inline F exp(F a) {
   return zero_below(a, -87.0f, scale2(p, n));
 }
 
-// Prefetches `bytes` bytes from an address on into the second cache, so that a tile's next units
-// arrive from memory while the current one is multiplied. Into the first cache, passes take longer.
+// Prefetches `bytes` bytes from an address on into the second-level cache, so that a tile's next units
+// arrive from memory while the current unit is multiplied. Prefetching into the first-level cache would
+// make passes slower.
 inline void prefetch(const uint8_t* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }

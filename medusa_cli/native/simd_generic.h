@@ -1,4 +1,4 @@
-// Plain C++ for every machine: see simd.h. The compiler can vectorize it.
+// Vectors in plain C++ for every machine: see simd.h. The compiler can vectorize this code.
 #pragma once
 
 namespace medusa {

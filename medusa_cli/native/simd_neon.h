@@ -20,8 +20,8 @@ inline F sub(F a, F b) { MEDUSA_LANES(vsubq_f32(a.v[i], b.v[i])); }
 inline F mul(F a, F b) { MEDUSA_LANES(vmulq_f32(a.v[i], b.v[i])); }
 inline F div(F a, F b) { MEDUSA_LANES(vdivq_f32(a.v[i], b.v[i])); }
 inline F fma(F a, F b, F c) { MEDUSA_LANES(vfmaq_f32(c.v[i], a.v[i], b.v[i])); }
-// x86 returns the second operand if both are zeros or one is not a number. NEON's own maximum
-// returns +0 or NaN then, so lanes are compared and selected.
+// If both operands are zeros or one is NaN, the maximum of x86 is the second operand. The maximum of
+// NEON would be +0 or NaN, so lanes are compared and selected instead.
 inline float32x4_t greater(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 inline float32x4_t less(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 inline F max(F a, F b) { MEDUSA_LANES(greater(a.v[i], b.v[i])); }
@@ -128,10 +128,10 @@ using I = int32x4_t;
 inline I set_i(int32_t a) { return vdupq_n_s32(a); }
 inline L to_floats(I a) { return vcvtq_f32_s32(a); }
 
-// Weights of at most 6 bits are below 128 and need no sign; those of Q8_0 have one.
+// Weights of at most 6 bits are below 128 and need no sign. 8-bit weights are signed.
 constexpr bool kUnsignedBytes = false;
 
-// Four inputs are a lane of a register, which the instruction repeats.
+// Four inputs form a lane of a register. The instruction multiplies each channel's weights with it.
 template <int LANE>
 inline I add_products(I total, B weights, int8x16_t inputs) {
   return vdotq_laneq_s32(total, vreinterpretq_s8_u8(weights), inputs, LANE);

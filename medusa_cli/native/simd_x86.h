@@ -1,5 +1,5 @@
-// The operations that AVX2 and AVX-512 share: sums over lanes, and dot products from their
-// instructions.
+// The operations that AVX2 and AVX-512 share: sums and maxima over lanes, and dot products, which use
+// the functions of simd_avx2.h or simd_avx512.h.
 #pragma once
 
 namespace medusa {
@@ -22,7 +22,8 @@ inline float largest(F a) {
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
-// An instruction adds four products of unsigned and signed bytes to 32 bits, so weights need no sign.
+// One instruction adds four products of an unsigned and a signed byte to a 32-bit sum, so weights need
+// no sign.
 constexpr bool kUnsignedBytes = true;
 
 template <int BITS, int COUNT>
@@ -36,9 +37,9 @@ inline I dot(I first, const B* weights, const int8_t* x) {
 
 constexpr bool kUnsignedBytes = false;
 
-// Sums of two products have 16 bits. With inputs of at most 127, 8 such sums can be added for 4-bit
-// weights (8 * 2 * 15 * 127 = 30,480), 4 for 5 bits, 2 for 6 bits, and 1 for 8 bits. The sign of an
-// 8-bit weight is moved to the row's input.
+// Sums of two products have 16 bits. As inputs are at most 127, 8 such sums can be added for 4-bit
+// weights (8 * 2 * 15 * 127 = 30,480), 4 for 5-bit weights, 2 for 6-bit weights, and 1 for 8-bit
+// weights. The sign of an 8-bit weight is moved to the row's input.
 template <int BITS, int COUNT>
 inline I dot(I first, const B* weights, const int8_t* x) {
   constexpr int fit = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;

@@ -20,7 +20,7 @@ struct Widths {
         all(gate + (layer.output_gate.tiles ? key : 0)) {}
 };
 
-// Normalizes and rotates a query or a key; a null gain or null cosines omit that operation.
+// Normalizes a query or a key unless `gain` is null, and rotates it unless `cos` is null.
 void norm_and_rotate(const Model& m, const Layer& layer, float* head, const float* gain, const float* cos,
                      const float* sin) {
   if (gain && !m.late_norms) head_norm(m.centered, head, gain, layer.dim, m.eps);
@@ -29,9 +29,9 @@ void norm_and_rotate(const Model& m, const Layer& layer, float* head, const floa
 }
 
 // Subtracts from a head's key those parts of its bias that rotate by less than a radian within 16,384 positions, as if
-// they did not rotate. These parts are the same in all keys, so they add the same to all scores of a query, and the
-// softmax does not change. The rest of a key is smaller: biases of Qwen2.5 reach 240, and other numbers of its keys
-// some 10.
+// they did not rotate. These parts are the same in all keys, so they add the same number to all scores of a query, and
+// the softmax does not change. What is left of a key is smaller: in Qwen2.5, biases reach 240, and the other numbers of
+// keys some 10.
 void leave_out_bias(const Model& m, const Layer& layer, int64_t head, float* key) {
   const int64_t half = m.rotary[layer.table] / 2;
   // The tables at position 1: `turn` is the sine of the angle per position, nearly the angle
@@ -47,7 +47,7 @@ void leave_out_bias(const Model& m, const Layer& layer, int64_t head, float* key
 }
 
 // Normalizes and rotates queries and keys, and writes keys and values into the cache. positions
-// [rows]: those of all rows.
+// [rows]: the position of each row.
 void write_kv(Pool& pool, const Model& m, const Layer& layer, const List<Span>& spans, const int32_t* positions,
               float* qkv) {
   const Widths widths(m, layer);
@@ -56,7 +56,7 @@ void write_kv(Pool& pool, const Model& m, const Layer& layer, const List<Span>& 
   const bool has_keys = layer.key.tiles;
   const float* query_norm = m.whole_norms ? nullptr : layer.query_norm;
   const float* key_norm = m.whole_norms ? nullptr : layer.key_norm;
-  // With a soft cap or sinks, adding the same to all scores would change their softmax.
+  // With a soft cap or sinks, adding the same number to all scores would change their softmax.
   const bool biased = m.positions > 1 && has_keys && layer.key.bias && layer.table >= 0 && !layer.key_norm &&
                       m.cap == 0.0f && m.clip == 0.0f && !layer.sinks;
   each_row(pool, rows_of(spans), widths.all, [&](int64_t r) {
@@ -92,8 +92,8 @@ void attend_all(Pool& pool, const Model& m, const Layer& layer, const List<Span>
   const Widths widths(m, layer);
   const int64_t dim = layer.dim, groups = m.heads / layer.kv;
   const float* own_sinks = layer.sinks;
-  // A head's queries are split into blocks of up to kTogether, or into smaller ones if there would be fewer blocks than
-  // threads: each block reads all columns.
+  // A head's queries are split into blocks of up to kTogether queries, as each block reads all columns. If there would
+  // be fewer blocks than threads, blocks are smaller.
   int64_t together = kTogether;
   const auto blocks_of = [&](const Span& span) { return (span.rows * groups + together - 1) / together; };
   const auto all_blocks = [&] {
@@ -131,7 +131,7 @@ void attend_all(Pool& pool, const Model& m, const Layer& layer, const List<Span>
   });
 }
 
-// Adds y W^T to the states x in the same way as add_rows.
+// Adds y W^T to the states x, with a norm and the residual factor as in add_rows.
 void add_product(Pool& pool, const Matrix& w, const Rows& y, int64_t rows, const float* norm, const Model& m, float* x,
                  int64_t stride, Workspace& work) {
   if (!norm && m.residual == 1.0f) {
@@ -144,8 +144,8 @@ void add_product(Pool& pool, const Matrix& w, const Rows& y, int64_t rows, const
   add_rows(pool, m, added, rows, norm, x, stride);
 }
 
-// Adds a projection of the first states, normalized per layer, to the embeddings that are
-// additional inputs of layers.
+// Completes the additional inputs of layers: adds a projection of the first states, normalized per
+// layer, to the inputs' embeddings.
 void complete_inputs(Pool& pool, const Model& m, const Step& step, int64_t rows, int64_t stride, Workspace& work) {
   const int64_t wide = m.layers * m.inputs;
   const Rows states = work.inputs.rows(rows, m.hidden, m.inputs_projection.int8_rows);
@@ -233,7 +233,7 @@ Rows attention(Pool& pool, const Model& m, const Cache& cache, const Step& step,
   return attended;
 }
 
-// Finds the parents of a step's rows and the walk of states along them, for layers that follow
+// Finds the parents of a step's rows, and the walk of states from row to row, for layers that follow
 // paths.
 void find_paths(const Step& step, Workspace& work) {
   work.parents.resize(step.slots * step.rows);
@@ -284,7 +284,7 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
   }
   if (m.inputs && step.first == 0) complete_inputs(pool, m, step, rows, stride, work);
   if (m.kernel) find_paths(step, work);
-  // Consecutive layers with the same window share the columns that rows see.
+  // Consecutive layers with the same window share the masks.
   work.masks.resize(step.slots);
   int64_t window = -1;
   for (int64_t i = step.first; i < step.end; i++) {
@@ -296,7 +296,7 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
                    step.positions + s * step.rows, window);
       }
     }
-    // Files may mix formats, so rows are rounded if any of the matrices that read them needs it.
+    // Files may mix formats, so rows are rounded to 8 bits if any of the matrices that read them needs it.
     const Rows read = work.normed.rows(rows, m.hidden, reads_int8(layer));
     norm_rows(pool, m, step.x, stride, layer.attention_norm, read, rows);
     const Rows attended = mixer_output(pool, m, cache, step, i, read, work);
@@ -336,7 +336,7 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
   }
 }
 
-// Reads normalized embeddings, if there are any, and normalized states.
+// Returns the rows that attention reads: normalized embeddings, if there are any, and normalized states.
 Rows draft_reads(Pool& pool, const Model& m, const DraftPass& pass, int64_t rows, Workspace& work) {
   const Layer& layer = *m.layer;
   const int64_t before = pass.embedded ? m.hidden : 0;
@@ -352,7 +352,7 @@ Rows draft_reads(Pool& pool, const Model& m, const DraftPass& pass, int64_t rows
   return read;
 }
 
-// Leaves only the last row of each sequence to attend.
+// Keeps only the last row of each sequence for attention and the MLP.
 void leave_last(const Model& m, const DraftPass& pass, float* qkv, int64_t width, Workspace& work) {
   const uint8_t itself = 1;
   for (int64_t s = 0; s < pass.sequences; s++) {

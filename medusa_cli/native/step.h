@@ -21,7 +21,7 @@ struct Functions {
   void (*embed)(Pool&, const Matrix&, const int64_t* ids, int64_t count, float scale, float* out, int64_t ldo);
 };
 
-// The numbers of a head's key and value in a cache of some type, with those that fill a block or a vector.
+// The lengths of a head's key and value in a cache of some type, padded to whole blocks or vectors.
 static constexpr int64_t key_numbers(int32_t format, int64_t dim) { return padded(dim, info(format).block); }
 
 static constexpr int64_t value_numbers(int32_t format, int64_t dim) { return padded(key_numbers(format, dim), 16); }

@@ -10,7 +10,7 @@ enum Mixer : int64_t { ATTENTION = 0, SHORT_CONV = 1, DELTA_NET = 2 };
 
 enum ActivationKind : int64_t { SILU = 0, GELU_TANH = 1, SQUARED_RELU = 2, CLAMPED_SWIGLU = 3, XIELU = 4 };
 
-// Types of fields by their use: the gain of a norm, another vector of a layer, and a property of a model that is 0 or 1.
+// Types that name the use of a field: a norm's gain, another vector of a layer, and a model's property that is 0 or 1.
 using Gain = const float*;
 using Vector = const float*;
 using Flag = int64_t;

@@ -8,7 +8,7 @@
 namespace medusa {
 namespace ISA {
 
-// 256 inputs of a tile, or the rest of k, unpacked to bytes.
+// 256 inputs of a tile, or as many as are left, unpacked to bytes.
 struct Bytes {
   int units;
   alignas(64) uint8_t q[kChunk / kUnit][8][64];
@@ -16,11 +16,11 @@ struct Bytes {
   alignas(64) float offset[kChunk / 16][kTile];
 };
 
-// The number of bytes ahead of its use at which a weight is prefetched.
+// Weights are prefetched this many bytes ahead of their use.
 constexpr int64_t kAhead = 6144;
 
-// These unpack kLanes channels from `lane` on. First, four vectors of nibbles are unpacked into eight
-// vectors of bytes.
+// The next functions unpack kLanes channels from `lane` on. This function unpacks four vectors of
+// nibbles into eight vectors of bytes.
 inline void split_nibbles(const uint8_t (*packed)[64], int lane, B* q) {
   const B low = set_b(15);
   MEDUSA_UNROLL for (int j = 0; j < 4; j++) {
@@ -30,7 +30,7 @@ inline void split_nibbles(const uint8_t (*packed)[64], int lane, B* q) {
   }
 }
 
-// Always inlined: GCC made AVX-512's formats of five bits 1.8 times slower without it.
+// Always inlined, because formats of five bits with AVX-512 were 1.8 times slower when GCC did not inline it.
 MEDUSA_INLINE void add_fifth_bits(const uint8_t* plane, int lane, B* q) {
   const B bits = load_b(plane + 4 * lane), fifth = set_b(16);
   q[0] = or_b(q[0], and_b(left<4>(bits), fifth));
@@ -54,15 +54,15 @@ inline void add_upper_pairs(const uint8_t (*planes)[64], int lane, B* q) {
   }
 }
 
-// Replaces codes of e2m1 by twice their values plus 16: bytes of five bits, whose zero is that of
-// Q5_0.
+// Replaces codes of e2m1 with twice their values plus 16. The results are bytes of five bits with the
+// same zero as in Q5_0.
 inline void look_up_e2m1(B* q) {
   alignas(16) static constexpr uint8_t numbers[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
   const B table = table_b(numbers);
   MEDUSA_UNROLL for (int j = 0; j < 8; j++) q[j] = look_up(table, q[j]);
 }
 
-// Replaces codes of IQ4_NL and IQ4_XS by their numbers, plus 128 unless SIGNED.
+// Replaces codes of IQ4_NL and IQ4_XS with their numbers, plus 128 unless SIGNED.
 template <bool SIGNED>
 inline void look_up_iq4(B* q) {
   constexpr uint8_t sign = SIGNED ? 128 : 0;
@@ -81,7 +81,7 @@ inline const Tile& block_of(const uint8_t* blocks, uint64_t index) {
 inline L negated(L a) { return mul_l(a, set_l(-1.0f)); }
 
 // Unpacks kLanes channels of a unit, from `lane` on, into vectors q[8] and the scales and offsets of
-// its groups. SIGNED: a format's zero is subtracted. `unit` is unsigned, so that it is divided by a shift.
+// its groups. SIGNED: the format's zero is subtracted. `unit` is unsigned, so that divisions of it are shifts.
 template <int FORMAT, bool SIGNED>
 MEDUSA_INLINE void unpack_unit(const uint8_t* blocks, uint64_t unit, int lane, B* q, L* scale, L* offset) {
   if constexpr (FORMAT == Q4_0) {
@@ -163,13 +163,13 @@ MEDUSA_INLINE void unpack_unit(const uint8_t* blocks, uint64_t unit, int lane, B
   }
 }
 
-// The properties of a format for which kernels are compiled.
+// The properties of a format that kernels need when they are compiled.
 template <int FORMAT>
 struct Kind {
   static constexpr int groups = kUnit / info(FORMAT).group;  // per unit
   static constexpr bool has_offset = info(FORMAT).has_offset;
   static constexpr int bits = info(FORMAT).bits;
-  // The bits for which `dot` is compiled; if it accepts any unsigned bytes, all formats share its
+  // The bits for which `dot` is compiled. If `dot` accepts any unsigned bytes, all formats share its
   // code.
   static constexpr int dot_bits = kUnsignedBytes ? 8 : bits;
   static constexpr bool is_signed = bits == 8 && !kUnsignedBytes;
@@ -182,8 +182,8 @@ struct Kind {
                                                                   : 4;
 };
 
-// Returns the first block of the 256 inputs from `first` on, which is a multiple of 256. Formats
-// with blocks of 256 inputs have one block there, and the others have eight.
+// Returns the first block of the 256 inputs from `first` on; `first` is a multiple of 256. These are
+// one block in formats with blocks of 256 inputs, and eight blocks in other formats.
 inline const uint8_t* chunk_of(int32_t format, const uint8_t* tile, int64_t first) {
   const FormatInfo& f = info(format);
   return tile + first / f.block * f.tile_bytes;
@@ -231,7 +231,7 @@ inline void with_format(int32_t format, const Work& work) {
   }
 }
 
-// 256 inputs of a tile, or the rest of k, as floats [inputs, 16].
+// 256 inputs of a tile, or as many as are left, as floats [inputs, 16].
 struct Floats {
   int inputs;
   alignas(64) float w[kChunk][kTile];

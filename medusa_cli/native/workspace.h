@@ -17,8 +17,8 @@ struct Pick {
 
 // Consecutive rows of a pass that belong to one sequence, and a layer's columns for that sequence.
 //
-// all: the columns of all heads, one head's after another's. first: the first row's index in the
-// pass. column: the first row's column.
+// all: the columns of all heads, head by head. first: the first row's index in the pass. column: the
+// first row's column.
 struct Span {
   Columns all;
   int64_t capacity, first, rows, column;
