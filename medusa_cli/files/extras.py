@@ -53,7 +53,7 @@ def install_line(extra: str) -> str:
 def installed_from() -> tuple[str, bool]:
     """Returns the folder or wheel that this package was installed from, and True for an editable install.
 
-    If it came from elsewhere, or if the folder or wheel is gone, returns its name on a package index. Source: PEP 610.
+    If the package came from elsewhere, or the folder or wheel is gone, returns its name on an index. Source: PEP 610.
     """
     from importlib import metadata
 

@@ -15,7 +15,7 @@ from medusa_cli.errors import UserError, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-# Bounds of the numbers in a header, because a reader trusts them. They are several times larger than in any model.
+# Bounds of a header's numbers, which a reader trusts. The bounds are several times larger than in any model.
 ENTRIES = 1 << 16  # number of metadata entries, and number of tensors
 ELEMENTS = 1 << 21  # of all arrays together: a vocabulary's tokens, scores, types and merges
 STRING = 1 << 24  # bytes of a text

@@ -75,8 +75,8 @@ class Distributed:
         """Returns this process's strided shard; each item is paired with True if it counts.
 
         Every process must run the same number of passes, because it exchanges gradients, or layers of
-        a sharded model, with the others. A process that has fewer items repeats the last of all items,
-        which does not count.
+        a sharded model, with the others. A process that has fewer items repeats the last of all items;
+        the repeated item does not count.
         """
         own = [(item, True) for item in self.strided_shard(items)]
         missing = -len(items) % self.size
@@ -98,7 +98,7 @@ class Distributed:
         return nullcontext() if last or self.size == 1 else module.no_sync()
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all processes, which should be small, in order of rank."""
+        """Returns the values of all processes in order of rank; the values should be small."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size

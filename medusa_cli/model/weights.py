@@ -49,7 +49,7 @@ class Weights(ABC):
         """Returns the values of a norm or a bias in fp32."""
 
     def experts(self, name: str) -> RawMatrix | None:
-        """Returns the matrices of a layer's experts, concatenated; None if a single weight holds all of them.
+        """Returns the matrices of a layer's experts, concatenated; None if a single weight holds all experts.
 
         name: the name of the experts' module, followed by .gate, .up or .down. The vector NAME_bias holds
         the experts' biases, if they have any.
@@ -158,7 +158,7 @@ class CheckpointWeights(Weights):
 
 
 class GgufWeights(Weights):
-    """Reads the weights of a GGUF file, or of several that hold one model; they are mapped into memory."""
+    """Reads the weights of a GGUF file, or of several files that hold one model; maps the files into memory."""
 
     def __init__(self, model: ModelSource, names: GgufNames) -> None:
         self.source = str(model.gguf)
