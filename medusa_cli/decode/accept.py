@@ -77,7 +77,7 @@ def longest_path(
 ) -> tuple[Tensor, Tensor]:
     """Returns the accepted paths of B trees without reading a value from the device, so that CUDA graphs can run it.
 
-    On the host, `accept` does this; it also runs logits processors and, on a CPU, draws only at visited nodes. chosen
+    `accept` finds paths on the host; it also runs logits processors and, on a CPU, draws only at visited nodes. chosen
     [B, N]: the token chosen after each node. tokens, depth, parents [B, N] and tree_mask [B, N, N] describe the trees.
     length: P, the maximum number of nodes of a path. The first result [B, 2 + 2 P] holds the number of accepted nodes,
     the bonus token, the path's nodes in order and their tokens. The second result is a mask [B, N] of the path's nodes.

@@ -24,8 +24,8 @@ MARGIN = 1.03
 # The policy keeps drafting only if a tree promises this many times the tokens per second of plain
 # decoding.
 MIN_GAIN = 1.02
-# A batch begins to draft only if a tree promises a gain over plain decoding of this share per
-# sequence, because the drafter must first read the prompts and the texts' ends that it has missed.
+# A batch begins to draft only if a tree promises a gain over plain decoding of this share for each
+# sequence, because the drafter must first read the prompts and the last tokens that it has missed.
 GAIN_PER_SEQUENCE = 0.02
 # The minimum number of plain steps before a trial of a tree.
 RETRY_STEPS = 12
@@ -52,8 +52,8 @@ SEQUENCE_DECAY = 0.98
 KIND_DECAY = 0.995
 # The rate at which the usual size of growing trees follows the sizes of the latest trees.
 USUAL_RATE = 0.02
-# The prices of draft tokens rise as the ratio of accepted to expected draft tokens falls, but no
-# further below this ratio.
+# The prices of draft tokens rise as the ratio of accepted to expected draft tokens falls. Below this
+# ratio, they do not rise further.
 LEAST_ACCEPTANCE = 0.1
 # The numbers of matched tokens to try.
 MATCH_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -310,9 +310,9 @@ class AdaptivePolicy(DraftPolicy):
     def weigh_matches(self, chances: list[float]) -> list[tuple[Tree, int]]:
         """Returns the tree of each sequence, and the number of matched tokens to add to it.
 
-        chances: for each sequence, how likely a matched token is right after right ones; 0 without
-        a match. The widest draft determines the time of the pass, and the drafter runs either for
-        all sequences or for none. Therefore the sizes are chosen for all sequences together.
+        chances: for each sequence, the probability that a matched token is right if all earlier ones
+        are; 0 without a match. The widest draft determines the time of the pass, and the drafter
+        runs for all sequences or for none. So the sizes are chosen for all sequences together.
         """
         batch = len(chances)
         plain = self._trees[0]

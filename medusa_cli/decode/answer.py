@@ -19,7 +19,7 @@ from medusa_cli.tree import Growth
 class Likelihood:
     """Holds the model's log probabilities of a token and of the most likely tokens.
 
-    Neither logits processors nor temperature nor truncation (top-p, top-k, min-p) change them.
+    The values are those before logits processors, temperature and truncation (top-p, top-k, min-p).
     The log probability of a prompt's first token is nan.
     """
 
@@ -154,9 +154,9 @@ class Answer:
     `tokens` includes the tokens of a stop string and the end token. step: the last step, truncated
     after the token that completes a stop string. stops: the stop strings; several answers may share
     them. keep: special tokens that appear in the text, in addition to those in stop strings. ends:
-    end tokens, which the text does not show. include_stop: the text includes the stop string or end
-    token. end_of: returns the position at which a given text ends the answer, or None. end_hidden:
-    True if the text does not show the last token because that token ended the answer.
+    tokens that the text leaves out if they end the answer. include_stop: the text includes the stop
+    string or end token. end_of: returns the position at which a given text ends the answer, or None.
+    end_hidden: True if the text leaves out the last token because this token ended the answer.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Answer:
         self._include_stop = include_stop
         self._end_of = end_of
         self._waiting: deque[Piece] = deque()
-        # The numbers of the answer's characters that were read and that were shown.
+        # How many characters of the answer were read, and how many were shown.
         self._read = self._shown = 0
         self._state = 0  # of the automaton of the stop strings
 

@@ -44,9 +44,9 @@ class CudaGraphs:
     """Runs steps over the first B slots of a cache.
 
     Each step reads one small tensor back from the device. limits: those of the dynamic trees that
-    graphs grow; None for static trees. capture: makes a graph of a step. With None, a GPU captures
-    CUDA graphs, and other devices run steps uncaptured. context: the expected maximum length of a
-    sequence.
+    graphs grow; None for static trees. capture: the function that makes a graph of a step. With None,
+    a GPU captures CUDA graphs, and other devices run steps uncaptured. context: the expected maximum
+    length of a sequence.
     """
 
     def __init__(

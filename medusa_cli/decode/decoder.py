@@ -143,7 +143,7 @@ class Decoder:
         """Assigns a slot to a request and runs its prompt in pieces; yields an item before and after each piece.
 
         The last item contains the step with the first token. Between items, other sequences may take steps, and other
-        prompts may run. request: may be a sequence that was created from the request earlier, because that takes time.
+        prompts may run. request: may be a sequence that was created before from a request, as creation takes time.
         `number` selects the sequence's random stream. piece_s: the seconds that a piece should take, which has no
         effect if the size of pieces would change bits. Raises UserError for a prompt longer than the context, and
         UsageError for invalid limits.

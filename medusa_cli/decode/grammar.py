@@ -64,10 +64,10 @@ class Grammar:
 
     @classmethod
     def of(cls, **sources: Any) -> Grammar | None:
-        """Returns the grammar of the only source given, as the argument named by its kind; None without a source.
+        """Returns the grammar of the one source that is not None. The argument's name is the grammar's kind.
 
-        A JSON schema may be a dict. Raises UsageError for more than one source, for an empty source,
-        and for a schema that is not a JSON object.
+        Returns None without a source. A JSON schema may be a dict. Raises UsageError for more than
+        one source, for an empty source, and for a schema that is not a JSON object.
         """
         given = {kind: source for kind, source in sources.items() if source is not None}
         if not given:
@@ -123,7 +123,7 @@ def fault_of(schema: str) -> str:
 
 
 def _place_of_fault(schema: dict[str, Any], fault: str) -> str:
-    """Returns the innermost place and the keyword that llguidance cannot follow, as the end of an error message."""
+    """Returns, for an error message, the innermost place and the keyword that llguidance cannot follow."""
     definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
 
     def fails(part: Mapping[str, Any]) -> str:

@@ -191,7 +191,7 @@ class GraphStep:
         """Returns the results [B, 2 + 2 P] and the hidden states of the path [B, P, H * taps].
 
         The results are the number of accepted nodes, the bonus token, the path of up to P nodes, and
-        the path's tokens. If the number is 0, LIKELIEST tokens were too few for top-p or top-k.
+        the path's tokens. 0 accepted nodes mean that LIKELIEST tokens are too few for top-p or top-k.
         """
         device = self._inputs.device
         size = len(self._inputs)
@@ -258,7 +258,7 @@ class GraphStep:
         logits = engine.backbone.finish_logits(engine.lm_head(final))
         if self._sampled:
             return states, *choose(logits.float(), self.params, depth)
-        # 16-bit logits have the same order as their fp32 copies, so they are not copied.
+        # 16-bit logits have the same order as their fp32 copies, so no copy is needed.
         return states, logits.argmax(-1), None
 
 
@@ -275,7 +275,7 @@ def tree_operations(device: torch.device) -> TreeOperations:
         trees = sample_trees(device)
         pairs = zip(grown(*trees, *plain), grown(*trees, *ours), strict=True)
         return ours if all(torch.equal(*pair) for pair in pairs) else plain
-    except Exception:  # the types differ: Triton is missing, or does not know the GPU
+    except Exception:  # errors of many types, if Triton is missing or does not know the GPU
         return plain
 
 

@@ -36,7 +36,7 @@ NAMES = {
     "uuid": r"^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
 }
 IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas", "not")
-# Keywords with which it depends on the value which of its properties count as evaluated.
+# Keywords that make the set of evaluated properties depend on the value.
 BY_VALUE = {"patternProperties", *IN_PLACE} - {"allOf", "$ref"}
 # For `uniqueItems`, all lists of different items are enumerated if there are at most this many values.
 MAX_UNIQUE = 4

@@ -10,8 +10,8 @@ from medusa_cli.decode.patterns import other_than
 
 ALL = ("null", "boolean", "object", "array", "number", "string")
 MAX_DEPTH = 20
-# For each limit, its type, the keyword for the values that it forbids, and the distance between the
-# limits of the two keywords.
+# For each limit: the type that it applies to, the keyword for the values that it forbids, and the
+# distance from its limit to that of this keyword.
 LIMITS = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),

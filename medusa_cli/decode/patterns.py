@@ -73,7 +73,7 @@ def _class(tokens: list[str]) -> str:
 
 
 def _character(token: str) -> str:
-    """Returns a character or escape outside character classes in llguidance's syntax."""
+    """Returns a character or escape that is not part of a character class, in llguidance's syntax."""
     if token[0] == "\\":
         return _escape(token)
     if token == ".":

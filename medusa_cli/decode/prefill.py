@@ -160,7 +160,7 @@ class Prefill:
     def _chunk_plan(
         self, sequence: Sequence, chunk: list[int], depth: int | None, keep_states: bool
     ) -> Plan:
-        """Returns the plan of a pass over a chunk of a prompt. depth: of draft trees; None before the last chunk."""
+        """Returns the plan of a pass over a prompt's chunk. depth: that of draft trees; None before the last chunk."""
         extra_rows = None
         logits = "none" if depth is None else "last"
         if depth is not None and self._drafter is not None:

@@ -113,9 +113,9 @@ class PrefixCache:
     def choose(self, request: Request, *, copies: bool = True) -> int:
         """Returns the idle slot for a request.
 
-        It is the slot that saves the most tokens, less the worth of the lost tokens, which a later
-        request could have reused. copies: slots may also copy tokens from another slot, which saves
-        nearly as many, but needs memory. Raises ValueError if no slot is idle.
+        The slot saves the most tokens, less the worth of the lost tokens, which a later request could
+        have reused. copies: also consider copies from other slots, which save nearly as many tokens
+        but need memory. Raises ValueError if no slot is idle.
         """
         shared = [self._shared(slot, request) for slot in range(len(self._slots))]
         longest = max(saved for saved, _ in shared)

@@ -12,8 +12,8 @@ from medusa_cli.decode.processors import SequenceProcessors
 from medusa_cli.decode.sampling_options import Sampling
 from medusa_cli.device import upload
 
-# A nucleus rarely has more tokens than this. Finding so many largest probabilities takes a tenth of
-# the time of sorting the vocabulary.
+# A nucleus rarely has more tokens than this. Finding this many of the largest probabilities takes a
+# tenth of the time of sorting the vocabulary.
 NUCLEUS = 512
 # Up to FLAT weights are summed one by one. More weights are first summed in blocks of BLOCK.
 FLAT = 2048

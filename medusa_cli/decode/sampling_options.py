@@ -9,7 +9,7 @@ from functools import cached_property
 from medusa_cli.errors import UsageError
 
 MODES = ("greedy", "exact", "typical")
-# Dividing logits by less than this may overflow fp32.
+# Dividing logits by a lower temperature may overflow fp32.
 MIN_TEMPERATURE = 1e-6
 # The acceptance prior is the same for all temperatures above this.
 MAX_TEMPERATURE = 100.0
@@ -117,10 +117,10 @@ def sampling_of(
 
 
 def sampling_kind(sampling: Sampling) -> tuple[str, float]:
-    """Returns the name of the kind of sampling, which groups options with similar acceptance, and a prior ratio.
+    """Returns the name of the sampling's kind, and the prior acceptance ratio of this kind.
 
-    The prior is the expected ratio of acceptance to that of greedy calibration. At higher
-    temperatures, fewer draft tokens are accepted. Top-p, top-k and min-p weaken this effect.
+    Sampling options of one kind have similar acceptance. The ratio is relative to greedy calibration:
+    at higher temperatures, fewer draft tokens are accepted. Top-p, top-k and min-p weaken this effect.
     """
     if sampling.greedy:
         return "greedy", 1.0

@@ -19,8 +19,8 @@ SETTLED = 0.05
 # A step that takes more than this multiple of its expected time is an outlier, unless the next step
 # is slow, too.
 OUTLIER_RATIO = 1.5
-# After this many steps, the time of plain steps is out of date, and a plain step is due: the first
-# time, and every later time.
+# After this many steps, the time of plain steps is out of date, and a plain step is due. FIRST_CHECK
+# applies once at the beginning, CHECK_STEPS later.
 FIRST_CHECK = 16
 CHECK_STEPS = 64
 # A plain step is due at once if a step with drafts takes less time than a plain step by this share.
@@ -57,7 +57,7 @@ class Correction:
 
 
 class StepCosts:
-    """Holds the step costs of all batch sizes. Decoders may share them, and all of these correct them."""
+    """Holds the step costs of all batch sizes. Several decoders may share and correct these costs."""
 
     def __init__(self, step_times: StepTimes) -> None:
         self.measured = step_times.step

@@ -59,7 +59,7 @@ def _runs(path: str) -> bool:
     return subprocess.run([path, "--version"], capture_output=True).returncode == 0
 
 
-# Code that a compiler must accept, so that it is used for a group of instruction sets.
+# Code that a compiler must accept to be used for a group of instruction sets.
 X86_PROBE = """#include <immintrin.h>
 __m256i product(__m256i a, __m256i b) { return _mm256_maddubs_epi16(a, b); }
 """

@@ -14,8 +14,8 @@
 //     value of input k in channel c  =  scale[group][c] * (q - zero)   or   scale[group][c] * q + offset[group][c]
 //
 // The four bits of MXFP4, IQ4_NL and IQ4_XS are the index of q - zero in a table of 16 whole numbers.
-// In the table of MXFP4, each number is twice the value of its index in e2m1. The scales of MXFP4 are
-// bytes e, which stand for 2^(e - 128).
+// In the table of MXFP4, each number is twice the value that its index has in e2m1. The scales of MXFP4
+// are bytes e, which stand for 2^(e - 128).
 #pragma once
 
 #include <cstdint>

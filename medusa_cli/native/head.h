@@ -25,7 +25,7 @@ inline void multiply_rows(Pool& pool, const Matrix& m, const float* x, int64_t r
   matmuls(pool, inputs, rows, {Target{&m, y, ldy, false}});
 }
 
-// Finds the largest channel of each row; of several equal channels, the first.
+// Finds the channel with the largest number in each row; of several equal numbers, the first.
 inline void find_best(Pool& pool, const Matrix& m, const float* y, int64_t rows, int64_t ldy, int32_t* best) {
   each_row(pool, rows, m.n, [&](int64_t r) {
     const float* row = y + r * ldy;

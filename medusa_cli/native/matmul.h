@@ -52,7 +52,8 @@ struct Rows {
 
 constexpr int kZeros[5] = {8, 16, 128, 32, 4};
 
-// A group is rounded to zero if its largest input is below this, as 127 / input may be infinite.
+// A group is rounded to zero if its largest input is below this, because 127 divided by such an input
+// may be infinite.
 constexpr float kLeastSize = 1e-30f;
 
 // Rounds inputs first .. end - 1 (multiples of 32) of one row to 8 bits.
@@ -146,8 +147,8 @@ inline void add_bytes(const Bytes& w, const Inputs& x, float* sums) {
 constexpr int kHeldSums = kBlockRows;
 
 // Adds the dot products of R rows with units first .. end - 1 of a tile, for PARTS * kLanes channels
-// from `lane` on, to sums [R, 16]. With unit 0, the sums begin at 0. As many bytes are prefetched as
-// are read.
+// from `lane` on, to sums [R, 16]. If `first` is 0, the sums begin at 0. As many bytes are prefetched
+// as are read.
 template <int FORMAT, int R, int PARTS>
 inline void add_packed(const uint8_t* tile, int64_t first, int64_t end, int lane, const Inputs& x, float* sums) {
   constexpr int64_t bytes = unit_bytes(FORMAT);

@@ -50,7 +50,7 @@ class Pool {
 
   // `job_` holds the job's number (16 bits), its shares (24) and the next ticket (24). So one atomic
   // addition takes a ticket and shows if there is a share for the ticket, and a late thread never
-  // takes one job for another.
+  // mistakes one job for another.
   static constexpr int kBits = 24;
   static constexpr int64_t kMask = (int64_t(1) << kBits) - 1;
 

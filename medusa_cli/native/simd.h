@@ -8,7 +8,7 @@
 // (B), floats (L), and 32-bit integers (I). Sums of integers are exact, so their order does not matter.
 //
 //     load_half, load_bf16      16 floats from 16 bits each
-//     store_half                stores 16 floats as halves, rounded to nearest, ties to even; all are in their range
+//     store_half                stores 16 floats, all in the range of halves, as halves: to nearest, ties to even
 //     set_half                  all lanes from one half
 //     load_i8                   16 floats from signed bytes
 //     load_byte_of_4            byte `i` (0 .. 3) of each of 16 groups of four bytes

@@ -131,7 +131,7 @@ inline L to_floats(I a) { return vcvtq_f32_s32(a); }
 // Weights of at most 6 bits are below 128 and need no sign. 8-bit weights are signed.
 constexpr bool kUnsignedBytes = false;
 
-// Four inputs form a lane of a register. The instruction multiplies each channel's weights with it.
+// Four inputs form a lane of a register. The instruction multiplies each channel's weights with this lane.
 template <int LANE>
 inline I add_products(I total, B weights, int8x16_t inputs) {
   return vdotq_laneq_s32(total, vreinterpretq_s8_u8(weights), inputs, LANE);

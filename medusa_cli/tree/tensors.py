@@ -1,6 +1,6 @@
 """Draft trees as tensors of fixed shapes: static trees are filled, dynamic trees grow.
 
-No function here reads the value of a tensor, nor does a shape depend on one, so CUDA graphs can capture all of them.
+No function here reads the value of a tensor or derives a shape from a value, so CUDA graphs can capture all of them.
 """
 
 from functools import cache, lru_cache
