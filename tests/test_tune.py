@@ -25,6 +25,7 @@ from medusa_cli.tune.plan import (
 from medusa_cli.tune.prompts import held_out_questions, read_prompts
 from tests.crash import JOBS, Count, crash, learn, prepare
 from tests.helpers import medusa, medusa_json, save_model, save_run, write_lines
+from tests.test_adapter import save_adapter
 
 # Seconds by rows: with AVX-512, and where a row costs more.
 VERIFY = ((1, 0.016), (2, 0.017), (4, 0.019), (8, 0.023), (16, 0.035), (32, 0.06), (64, 0.11))
@@ -270,6 +271,11 @@ def test_a_related_models_drafter_is_trained_further_if_it_is_accepted(
     assert facts["measured"]["start"] == str(tmp_path / "shipped" / "related")
     assert set(facts["measured"]["speedups"]) == {"lookup", "start"}
     assert facts["promised"] > 0
+    # A LoRA adapter of the model has its shape.
+    save_adapter(tmp_path / "lora", model)
+    facts = medusa_json("tune", tmp_path / "lora", *words[2:])
+    assert facts["model"] == str(tmp_path / "lora")
+    assert facts["measured"]["start"] == str(tmp_path / "shipped" / "related")
 
 
 @pytest.mark.quick("0")
