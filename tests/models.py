@@ -317,7 +317,7 @@ loaded: a verify pass over a small tree must give the network's own logits.
 - **Engine.** `native` runs the layers that it supports; `eager` runs transformers' own layers. See
   [engines](engines.md).
 - **Images.** Models for images and text accept only text here.
-- **Drafters.** Some checkpoints and GGUF files contain a drafter; see [drafters that come along](drafters.md). Real
+- **Drafters.** Some checkpoints and GGUF files contain a drafter; see [drafters from model makers](drafters.md). Real
   weights of these drafters were not available, so we tested tiny random drafters in the layouts of their makers and of
   llama.cpp.
 - **Running states.** Convolutions, Mamba and linear attention keep a state in place of keys. On the eager engine, each

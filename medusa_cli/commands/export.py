@@ -21,8 +21,9 @@ FORMATS = ("hf", "drafter", "eagle3", "speculators", "medusa", "data")
 TO = (
     "hf: model and drafter for transformers' generate, without this program; drafter: the drafter with its tree, for "
     "--drafter of this program; eagle3: an EAGLE drafter for vLLM, "
-    "SGLang and llama.cpp; speculators: the same as a checkpoint of that library; medusa: Medusa heads for vLLM up to "
-    "0.32 and TGI; data: the run's conversations, for SpecForge and speculators to train on."
+    "SGLang and llama.cpp; speculators: the same drafter in the speculators library's format; "
+    "medusa: Medusa heads for vLLM up to 0.32 and TGI; data: the run's conversations, for SpecForge and speculators "
+    "to train on."
 )
 OUTPUT = "The folder to write; it must be new or empty. With --push it may be left out; then no folder is kept."
 PUSH = "Upload the folder, with its card, to this repository of the Hugging Face hub."

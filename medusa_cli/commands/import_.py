@@ -12,7 +12,10 @@ from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import OutputFlags, flag, refuse
 from medusa_cli.runs.load_options import LoadOptions
 
-_DATA = "mtp: conversations whose most frequent tokens are scored. [default: the run's; without any, all tokens]"
+_DATA = (
+    "For an MTP layer: conversations. The layer then scores only their most frequent tokens. "
+    "[default: the run's conversations; if there are none, all tokens]"
+)
 _SIZE = "mtp: tokens of this draft vocabulary. [default: 12288]"
 
 

@@ -29,7 +29,9 @@ _RECIPE = (
 )
 _DATA = "Conversations (JSON or JSONL) to train on. [default: the run's distill.jsonl]"
 _STAGE = "1: the heads on the frozen model; 2: heads and model together. [default: 1]"
-_SCHEDULE = "Stage 2: schedule of lambda_0, the heads' weight: constant, warmup, sine."
+_SCHEDULE = (
+    "Stage 2: schedule of lambda_0, the weight of the heads' loss: constant, warmup or sine."
+)
 _FROM = (
     "Start from another run's heads, or from those that ship for a model, if they fit (in stage 2 "
     "with their adapter). Without a recipe, the heads keep their shape and loss. "

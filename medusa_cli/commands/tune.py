@@ -31,7 +31,7 @@ _DATA = (
     "serve --record`. [default: ShareGPT, for models of code with as many prompts about code]"
 )
 _RUN = "The run to write. [default: named after MODEL, with -tuned]"
-_ENDPOINT = "Servers of the model that answer instead of this machine, as with `medusa distill`."
+_ENDPOINT = "Servers that run the model and answer the prompts in this machine's place, as with `medusa distill`."
 _DRY_RUN = "Measure and plan only; write nothing."
 
 

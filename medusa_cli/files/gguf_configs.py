@@ -58,7 +58,7 @@ LAYERS_TO_FULL_ATTENTION_OF_GPT_OSS = 2
 
 
 class Keys:
-    """Reads the metadata of a file, by keys without the architecture's name.
+    """Reads a file's metadata. A key is given without the architecture's name before it.
 
     Raises ValueError for a missing or impossible value. The header must have been read with its arrays.
     """

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
-# The end of a text that transformers' clean-up may still change when more text follows. The clean-up removes
-# blanks in patterns such as " .", " ' " and " n't". The beginning of such a pattern is a blank and some of
-# these letters.
+# A tokenizer's clean-up removes blanks in patterns such as " .", " ' " and " n't". UNCLEAN finds the end of a text
+# that may be the beginning of such a pattern: when more text follows, the clean-up may still change it.
 LONGEST_UNCLEAN = 64
 UNCLEAN = re.compile(f" [ 'nvr]{{0,{LONGEST_UNCLEAN - 1}}}$")
 

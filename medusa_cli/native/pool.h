@@ -1,7 +1,7 @@
 // A pool of threads that share the work of a decoder's steps.
 //
 // A job is split into many small shares, which threads take from one counter. A thread that the
-// system interrupts delays only the share that it has taken. Idle threads spin for some microseconds
+// system interrupts delays only the share that it has taken. Idle threads spin some 10,000 times
 // and then sleep, because while other programs run, spinning threads would take the CPU from a thread
 // that works.
 #pragma once

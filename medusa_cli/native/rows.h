@@ -9,8 +9,8 @@
 namespace medusa {
 namespace ISA {
 
-// From this many floats on, threads share an operation between matmuls. With fewer floats, sharing
-// takes longer than the operation.
+// Threads share a norm, or another operation between matmuls, if it has this many floats or more.
+// With fewer, sharing takes longer than the operation.
 constexpr int64_t kManyNumbers = 1 << 14;
 // The minimum number of multiplications per share, and the number of shares per thread.
 constexpr int64_t kLeastWork = 1 << 15;

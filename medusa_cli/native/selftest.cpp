@@ -365,7 +365,7 @@ struct Tiny {
   }
 };
 
-// Runs a drafter's layer, which reads embeddings in addition to the states.
+// Runs a drafter's layer over six rows, each of which sees the rows up to itself.
 uint64_t draft(Tiny& tiny, const float* start) {
   const int64_t count = 6, capacity = 32;
   std::vector<float> keys(kKeyHeads * kDim * capacity), values(keys.size());

@@ -164,7 +164,7 @@ void complete_inputs(Pool& pool, const Model& m, const Step& step, int64_t rows,
   });
 }
 
-// Computes a layer's output for its additional inputs, and adds it to the states.
+// Projects a layer's additional inputs, gated by its states, and adds the result to the states.
 void add_inputs(Pool& pool, const Model& m, const Layer& layer, int64_t index, const Step& step, int64_t rows,
                 int64_t stride, Workspace& work) {
   const Rows states = work.inputs.rows(rows, m.hidden, layer.input_gate.int8_rows);

@@ -356,8 +356,8 @@ def start_heads(
 def _renew_vocabulary(drafter: HeadDrafter, dataset: Dataset) -> None:
     """Sets the draft vocabulary of copied heads to the most frequent tokens of the new texts.
 
-    Among equally frequent tokens, those in the old vocabulary are preferred. Heads with weights for
-    each token of the draft vocabulary keep their vocabulary.
+    Among equally frequent tokens, those in the old vocabulary are preferred. If heads have a weight
+    for each token, nothing changes: the weights belong to the old tokens.
     """
     config = drafter.config
     if config.vocabulary != "draft" or len(drafter.matrices) or drafter.conditional is not None:
@@ -370,8 +370,9 @@ def _renew_vocabulary(drafter: HeadDrafter, dataset: Dataset) -> None:
 def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool) -> bool:
     """Copies the run's drafter into a new drafter of the same shape; returns False if the run has no such drafter.
 
-    The drafter may belong to a model with other weights, such as the base of a fine-tune. adapted:
-    True also copies stage 2 heads, with the adapter to which they belong. The new drafter may have
+    The drafter may belong to a model with other weights, such as the base of a fine-tune. Heads of
+    stage 2 belong to an adapter: if `adapted` is True, they are copied, and the model takes up their
+    adapter. The new drafter may have
     more prefix layers and more blocks per head, because these have no effect before they are
     trained.
     """
