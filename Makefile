@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-emulated test-arm test-slow test-today crash fuzz package sanitize sanitize-quick bench-decode bench-serve bench-busy bench-gpu bench-arm reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp verify-clients soak help-page models-page demo-picture clean
+.PHONY: help install demo style check test test-avx2 test-emulated test-arm test-slow test-today crash fuzz package package-today sanitize sanitize-quick bench-decode bench-serve bench-busy bench-gpu bench-arm reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp verify-clients soak help-page models-page demo-picture clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -81,6 +81,8 @@ test-arm: $(READY) ## the bits of all instruction sets, here and on an emulated 
 # Compiled by the compiler of the ziglang package; tests/wheels.py lists the platforms. The wheel of this machine runs
 # with the libraries of .venv, whose own copy of the package is found by no path.
 ZIG := build/zig/bin/python
+# Words for tests/wheels.py
+WHEELS ?=
 
 $(ZIG):
 	$(PYTHON) -m venv build/zig
@@ -88,12 +90,15 @@ $(ZIG):
 
 package: $(READY) $(ZIG) ## the wheels of Linux and macOS, checked; this machine's answers in an empty environment
 	rm -rf build/package
-	ARM_RUN="$(ARM_RUN)" $(BIN)/python -m tests.wheels build/package $(ZIG)
+	ARM_RUN="$(ARM_RUN)" $(BIN)/python -m tests.wheels build/package $(ZIG) $(WHEELS)
 	$(BIN)/python -m venv --without-pip build/package/env
 	$(BIN)/pip --python build/package/env install --quiet --no-deps build/package/*manylinux*_$$(uname -m).whl
 	cd build/package && export PYTHONPATH=$$(../../$(BIN)/python -c 'import torch; print(torch.__path__[0][:-6])') && \
 		env/bin/medusa --help > /dev/null && env/bin/medusa chat --model smollm2-135m --engine native --prompt hi --max-new-tokens 8 && \
 		env/bin/python -c 'import medusa_cli; assert "build/package/env" in medusa_cli.__file__, medusa_cli.__file__'
+
+package-today: ## make package, but only with this machine's wheel and one other, each day another one
+	$(MAKE) package WHEELS=--today
 
 # Without -fno-sanitize-recover, undefined behavior is printed, where pytest hides it, and the tests pass. -UNDEBUG
 # turns on the library's asserts.
@@ -117,10 +122,10 @@ test-slow: $(READY) ## what make test leaves out, in some half an hour
 	$(PYTEST) -m slow $(FILES)
 
 # Of so many parts of the slow tests, the one of this day.
-PARTS := 16
+PARTS := 32
 TODAY = $(shell LC_ALL=C ls tests/test_*.py | awk -v day=$$(($$(date +%s) / 86400)) 'NR % $(PARTS) == day % $(PARTS)')
 
-test-today: ## a sixteenth of the slow tests, each day another one
+test-today: ## a part of the slow tests, each day another one
 	$(MAKE) test-slow FILES="$(TODAY)"
 
 crash: $(READY) ## kill -9 every command that writes, 100 times at random points, and two writers at once

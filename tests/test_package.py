@@ -22,7 +22,15 @@ from medusa_cli.native.library import LIBRARY as COMPILED
 from medusa_cli.native.library import SIGNATURES
 from tests.helpers import medusa, python, save_model, save_run
 from tests.shared_library import read_library
-from tests.wheels import INSTALL_NAME, LIBRARY, copy_source, library_faults, wheel_faults
+from tests.wheels import (
+    INSTALL_NAME,
+    LIBRARY,
+    PLATFORMS,
+    copy_source,
+    library_faults,
+    tags_of,
+    wheel_faults,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,6 +63,13 @@ def test_every_recipe_is_in_the_wheel(wheel: list[str]) -> None:
     names = {Path(name).name for name in wheel if "share/medusa-cli/recipes/" in name}
     assert names == {path.name for path in (ROOT / "recipes").iterdir()}
     assert "vicuna.jinja" in names
+
+
+def test_this_machines_wheel_is_built_each_day_and_each_other_one_on_some_day() -> None:
+    days = [tags_of(day) for day in range(len(PLATFORMS))]
+    assert {tag for tags in days for tag in tags} == set(PLATFORMS)
+    assert all(any(platform.machine() in tag for tag in tags) for tags in days)
+    assert all(len(tags) < len(PLATFORMS) for tags in days)
 
 
 FUNCTIONS = [f"medusa_{name}" for name in SIGNATURES]
