@@ -113,9 +113,10 @@ class PlainLoss:
         shares = None
         if targets.teacher is not None:
             shares = targets.teacher[targets.teacher_rows].float()
-            total -= soft * torch.dot(
-                torch.bmm(shares[:, None], log_q[:, :, None]).view(-1), weights
-            )
+            # In mixed precision, bmm would round to bf16.
+            with torch.autocast(logits.device.type, enabled=False):
+                expected = torch.bmm(shares[:, None], log_q[:, :, None])
+            total -= soft * torch.dot(expected.view(-1), weights)
         gradient = torch.exp(log_q, out=logits if logits.dtype == log_q.dtype else log_q)
         if shares is not None:
             gradient.sub_(shares, alpha=soft)
