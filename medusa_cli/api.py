@@ -380,8 +380,8 @@ class Medusa:
     def keep_prefixes(self, folder: Path, limit: int) -> None:
         """Keeps cached prefixes in a folder of up to `limit` bytes, from which later processes read them.
 
-        Prefixes are written while the server decodes, and by `close`. Raises UsageError for a folder that cannot be
-        written, and for an engine whose rows depend on other rows.
+        A prefix is written when its slot is needed for another text, while a server decodes, and by `close`. Raises
+        UsageError for a folder that cannot be written, and for an engine whose rows depend on other rows.
         """
         self.store = PrefixStore(folder, limit, self.backbone)
 

@@ -134,8 +134,8 @@ _SAMPLING = (
 _TOP_P = "Sample from the likeliest tokens of total probability P."
 _TOP_K = "Sample from the N likeliest tokens; 0: all."
 _JUDGE = (
-    "Let a model behind an OpenAI-compatible server grade the answers, and compare pairs in both orders. The key in "
-    "MEDUSA_API_KEY is sent to it."
+    "Let a model on an OpenAI-compatible server grade the answers, and compare each answer with plain decoding's, in "
+    "both orders. The key in MEDUSA_API_KEY is sent to it."
 )
 _QUESTIONS = (
     "Other questions: a file (.jsonl, .json, .parquet, .txt; FastChat's form, Spec-Bench, SPEED-Bench, HumanEval, "
@@ -154,7 +154,7 @@ RunOrDefault = Annotated[
 ]
 RunOrNew = Annotated[Text, flag("--run NAME", "The run to write. [default: named after PATH|ID]")]
 Model = Annotated[Text, model_flag(f"the run's or the drafter's, else {DEFAULT_MODEL}")]
-ModelOfDrafter = Annotated[Text, model_flag("the one that its config names")]
+ModelOfDrafter = Annotated[Text, model_flag("the model that the drafter's config names")]
 Drafter = Annotated[Text, flag("--drafter NAME|FOLDER|ID|mtp", _DRAFTER)]
 TrustRemoteCode = Annotated[
     bool, _loading("--trust-remote-code", "Run the Python files that come with the model.")
@@ -366,8 +366,8 @@ class QuestionFlags:
         bool,
         flag(
             "--agent",
-            "5 conversations of a coding agent, of 6 turns, each with 2,000 tokens of the source code of Python's "
-            "standard library. Methods keep the prefixes of earlier turns.",
+            "5 conversations with a coding agent. Each has 6 turns, and each turn adds about 2,000 tokens of source "
+            "code from Python's standard library. Methods keep the prefixes of earlier turns.",
         ),
     ] = False
     category: Annotated[

@@ -308,10 +308,10 @@ HEAD = """\
 # Models
 
 This page lists which models run, on which engine, and with which drafts. `make models-page` generates it. For each
-model type, it saves and loads a tiny random network, and decodes greedily in fp32 in several ways. These ways are plain
-decoding, a chain and trees of drafts that are always, sometimes or never right, n-gram matches after a reused prefix,
-and three sequences at once. Each way must give the tokens of transformers' own `generate`. The type is the `model_type`
-of a model's `config.json`, or of its `text_config`. A type that is not listed is checked when a model of this type is
+model type, it saves and loads a tiny random network, and decodes greedily in fp32 in several ways: plain decoding; a
+chain and trees of drafts that are always, sometimes or never right; n-gram matches after a reused prefix; and three
+sequences at once. Each way must give the tokens of transformers' own `generate`. The type is the `model_type` of a
+model's `config.json`, or of its `text_config`. A type that is not listed is checked when a model of this type is
 loaded: a verify pass over a small tree must give the network's own logits.
 
 - **Engine.** `native` runs the layers that it supports; `eager` runs transformers' own layers. See

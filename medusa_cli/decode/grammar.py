@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from medusa_cli.decode.json_schema import followable
 from medusa_cli.decode.ngram import shared_length
+from medusa_cli.decode.schema_rewriting import followable
 from medusa_cli.errors import UsageError, UserError, first_line, shown
 from medusa_cli.files.extras import has_package, need_extra
 from medusa_cli.model import Backbone

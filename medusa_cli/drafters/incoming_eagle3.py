@@ -20,7 +20,8 @@ AGAIN = "download the checkpoint again"
 NORMS = ("norm_before_residual", "norm_before_fc")
 # Unsupported variants of the layer: configs that enable one are refused.
 VARIANTS = ("fc_norm", "norm_output", "attention_bias", "mlp_bias")
-Width = Annotated[int, Meta(ge=1, lt=1 << 24)]  # larger values overflow
+# With larger widths, the sizes of matrices would overflow.
+Width = Annotated[int, Meta(ge=1, lt=1 << 24)]
 
 
 @dataclass(frozen=True)

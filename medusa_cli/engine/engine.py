@@ -20,7 +20,7 @@ from medusa_cli.model.masks import Masks
 
 # Rows per prefill pass: enough for full matmul speed, but few enough for a small mask.
 PREFILL_ROWS = 512
-# Rows per prefill pass on a GPU: fewer would leave the GPU idle, and the first piece needs no mask.
+# Rows per prefill pass on a GPU: fewer would not keep the GPU busy. Most prompts fit in one pass, which needs no mask.
 GPU_PREFILL_ROWS = 2048
 # Logits of up to this many rows in fp32 share a buffer that every step reuses.
 SCRATCH_ROWS = 256

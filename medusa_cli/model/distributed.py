@@ -83,8 +83,9 @@ class Distributed:
         return [*own, (items[-1], False)] if self.rank >= self.size - missing else own
 
     def exchanging(self, module: nn.Module, *, unused: bool) -> nn.Module:
-        """Returns a module whose gradients are averaged over the processes; its weights become the first process's.
+        """Returns a module whose gradients are averaged over the processes.
 
+        In every process, its weights are set to those of the first process.
         unused: some weights may have no gradient; a gradient that no process has stays None.
         """
         if self.size == 1:

@@ -73,7 +73,8 @@ inline uint16_t visible(const AttentionMask& mask, int64_t row, int64_t tile) {
   return lowest >= 16 ? 0 : static_cast<uint16_t>(0xffff << lowest);
 }
 
-// Registers hold the sums of kQueries queries with kDeep vectors of columns or dimensions at once.
+// Registers hold the sums for kQueries queries at once. Each query has kDeep vectors of 16 sums: the scores of 16
+// columns, or 16 dimensions of the output.
 #if defined(__AVX512BW__)
 constexpr int kQueries = 8, kDeep = 2;
 #else

@@ -28,10 +28,9 @@ void norm_and_rotate(const Model& m, const Layer& layer, float* head, const floa
   if (gain && m.late_norms) head_norm(m.centered, head, gain, layer.dim, m.eps);
 }
 
-// Subtracts from a head's key those parts of its bias that rotate by less than a radian within 16,384 positions, as if
-// they did not rotate. These parts are the same in all keys, so they add the same number to all scores of a query, and
-// the softmax does not change. What is left of a key is smaller: in Qwen2.5, biases reach 240, and the other numbers of
-// keys some 10.
+// Subtracts a head's unrotated bias from its key, in the dimensions that rotate by less than a radian within 16,384
+// positions. All keys lose the same numbers. This changes all scores of a query by one number, so the softmax stays the
+// same. What is left of a key is smaller: in Qwen2.5, biases reach 240, and the rest of a key only some 10.
 void leave_out_bias(const Model& m, const Layer& layer, int64_t head, float* key) {
   const int64_t half = m.rotary[layer.table] / 2;
   // The tables at position 1: `turn` is the sine of the angle per position, nearly the angle

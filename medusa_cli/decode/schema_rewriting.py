@@ -320,7 +320,10 @@ class _Rewriter:
     def _evaluated(
         self, part: Mapping[str, Any], place: str, depth: int = 0
     ) -> dict[str, Any] | None:
-        """Returns the properties that a part evaluates: {"": True} for any name, None if they depend on the value."""
+        """Returns the names of the properties that a part evaluates, each with True as its value.
+
+        Returns {"": True} if it evaluates every name, and None if the names depend on the value.
+        """
         if depth > 20 or not BY_VALUE.isdisjoint(part):
             return None
         names = {name: True for name in part.get("properties", {})}
