@@ -27,7 +27,7 @@ from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import Recipe, TrainRecipe
 from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.run import Run
-from medusa_cli.train import Trainer, setup, train
+from medusa_cli.train import Trainer, loop, setup, train
 from medusa_cli.train.checkpoint import best_path, checkpoint_path, earlier_path, load
 from medusa_cli.train.log import Stepped, TrainLog, Validated, acceptance_of, read_log
 from medusa_cli.train.loggers import LOGGERS, logger_of
@@ -195,6 +195,27 @@ def test_steps_that_do_not_fit_in_the_time_are_left_out_and_the_rate_falls(run: 
     assert short.positions == short.positions_done < whole.positions
 
 
+@pytest.mark.parametrize("slow", [0, 3])
+def test_one_slow_step_does_not_shorten_the_training(
+    slow: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = trainer(run)
+    step, planned = work.train_step, work.steps
+    now = 0.0
+
+    def timed() -> Stepped:
+        nonlocal now
+        now += 100.0 if work.step == slow else 1.0
+        return step()
+
+    monkeypatch.setattr(work, "train_step", timed)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now))
+    work.seconds_left = lambda: 100.0 + planned - now
+    assert [event.step for event in work.events() if isinstance(event, Stepped)] == [
+        *range(1, planned + 1)
+    ]
+
+
 @pytest.mark.slow
 def test_batch_without_any_target_is_passed_over(run: Run) -> None:
     work = trainer(run, "train.accumulation=2")
@@ -228,6 +249,17 @@ def test_killed_training_resumes_with_equal_losses_and_weights(kind: str, run: R
     assert again.step == 4  # the last checkpoint; later steps are done again
     assert first[:4] + losses(again) == expected
     assert all(torch.equal(*pair) for pair in zip(whole.parameters, again.parameters, strict=True))
+
+
+@pytest.mark.quick("0.5-hydra++", "0.5-eagle", "0.5-lora")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("soft", [0.0, 0.5])
+def test_losses_in_bf16_are_nearly_those_in_fp32(kind: str, soft: float, run: Run) -> None:
+    wide, narrow = (
+        losses(trainer(run, *KINDS[kind], f"train.soft={soft}", f"train.dtype={dtype}"), 4)
+        for dtype in ("fp32", "bf16")
+    )
+    assert narrow == pytest.approx(wide, rel=0.1)
 
 
 def test_resume_refuses_what_changed(run: Run) -> None:

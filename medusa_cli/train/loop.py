@@ -4,8 +4,11 @@ import itertools
 import math
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -31,6 +34,9 @@ CLIP = 1.0  # maximum norm of the gradient
 # Number of positions after which freed memory is returned to the system.
 POSITIONS_PER_TRIM = 10_000
 BETAS = (0.9, 0.95)
+# The number of latest steps by which the duration of the remaining steps is estimated, and the shortest estimate.
+TIMED_STEPS = 64
+SHORTEST_S = 1e-6
 
 
 class _Objective(nn.Module):
@@ -96,6 +102,8 @@ class Trainer:
         firsts = range(0, len(batches), train.accumulation)
         self.groups = [batches[first : first + train.accumulation] for first in firsts]
         self.sizes = [sum(map(positions_of, group)) for group in self.groups]
+        # The number of steps, which is smaller if not all of them fit in the time.
+        self.steps = len(self.groups)
 
         self.validation = []
         measured = 0
@@ -110,10 +118,6 @@ class Trainer:
         if resume:
             self._restore()
 
-    @property
-    def steps(self) -> int:
-        return len(self.groups)
-
     def progress(self, step: int) -> float:
         """Returns the fraction of the training that is done: 1 in the last step, and in the validation after it."""
         return min(1.0, step / max(1, self.steps - 1))
@@ -121,7 +125,7 @@ class Trainer:
     @property
     def positions(self) -> int:
         """Returns the number of positions in the whole training run, over all epochs."""
-        return sum(self.sizes)
+        return sum(self.sizes[: self.steps])
 
     @property
     def positions_done(self) -> int:
@@ -133,12 +137,13 @@ class Trainer:
         train = self.recipe.train
         if self.validation and train.stage == 2 and self.step == 0:
             yield self._validate_and_keep()
-        first = self.step
-        begun = time.perf_counter()
+        # The first step also allocates memory, so it is not timed.
+        ends = deque[float](maxlen=TIMED_STEPS + 1)
         while self.step < self.steps and not any(self.world.gather(self.should_stop())):
             before = self.positions_done
             yield self.train_step()
-            self._fit((time.perf_counter() - begun) / (self.step - first))
+            ends.append(time.perf_counter())
+            self._fit([end - begin for begin, end in pairwise(ends)])
             if self.positions_done // POSITIONS_PER_TRIM > before // POSITIONS_PER_TRIM:
                 return_freed_memory()
             last = self.step == self.steps
@@ -152,11 +157,16 @@ class Trainer:
         self.save(keep_earlier=self.step < self.steps)
         yield Saved(self.step)
 
-    def _fit(self, step_s: float) -> None:
-        """Leaves out the steps that do not fit in the remaining time if each step takes step_s seconds."""
-        if self.seconds_left is not None:
-            last = self.step + max(0, int(self.seconds_left() / step_s))
-            del self.groups[last:], self.sizes[last:]
+    def _fit(self, durations: list[float]) -> None:
+        """Leaves out the steps that do not fit in the remaining time, by the median of the latest steps' durations."""
+        if self.seconds_left is None:
+            return
+        left = self.seconds_left()
+        if left <= 0.0:
+            self.steps = self.step
+        elif durations:
+            fitting = int(left / max(median_low(durations), SHORTEST_S))
+            self.steps = min(len(self.groups), self.step + fitting)
 
     def train_step(self) -> Stepped:
         """Runs the next step."""

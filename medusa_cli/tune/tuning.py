@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -366,11 +367,15 @@ class Tuning:
             self._note(words=self._training_words())
         assert self.state.words is not None
         begun = time.monotonic()
+        end = math.inf
 
         def seconds_left() -> float:
-            left = self._left_s()
+            nonlocal end
+            now = time.monotonic()
             # After convergence, training gets a tenth more time, in which the learning rate falls.
-            return min(left, 0.1 * (time.monotonic() - begun)) if has_converged(self.run) else left
+            if end == math.inf and has_converged(self.run):
+                end = now + 0.1 * (now - begun)
+            return min(self._left_s(), end - now)
 
         def show(
             name: str, done: int, total: int | None, unit: str = "tokens", note: str = ""
