@@ -1,5 +1,6 @@
 """Wrong command lines on the default model: refused before anything is fetched, each option of each command."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,12 @@ LINES = [
     (2, "distill --device cuda:9", "--device"),
     (1, "distill --endpoint http://127.0.0.1:9", "--endpoint"),
     (1, "distill --resume", "--resume"),
+    (1, "distill --model {place}/wordless", "wordless' has no tokenizer"),
+    (1, "tune {place}/wordless", "wordless' has no tokenizer"),
+    (1, "bench --methods ar --model {place}/wordless", "wordless' has no tokenizer"),
+    (1, "distill --model {place}/base", "base' has no chat template"),
+    (1, "tune {place}/base", "base' has no chat template"),
+    (1, "bench --methods ar --model {place}/base", "base' has no chat template"),
     (2, "train --run {place}/talks --schedule warmup", "--schedule warmup"),
     (2, "train --run {place}/talks --stage 2 --tuning qlora", "qlora"),
     (2, "train --run {place}/talks --stage 2 --tuning full", "train.tuning=full"),
@@ -181,9 +188,15 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with a run, a run of conversations only, and a file of one question."""
+    """Returns a folder with a run, a run of conversations only, a file of one question and unusable models."""
     folder = tmp_path_factory.mktemp("refusals")
     save_run(folder / "mine", save_model(folder / "model"), calibrated=True)
+    wordless, base = (
+        shutil.copytree(folder / "model", folder / name) for name in ("wordless", "base")
+    )
+    for path in wordless.glob("token*"):
+        path.unlink()
+    (base / "chat_template.jinja").unlink()
     save_conversations(folder / "talks", 8)
     write_lines(folder / "q.jsonl", [{"turns": ["w1"]}])
     return folder

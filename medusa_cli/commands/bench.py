@@ -12,7 +12,7 @@ from medusa_cli.commands.report import JudgeFlags
 from medusa_cli.errors import UsageError
 from medusa_cli.files import extras
 from medusa_cli.files.io import Document
-from medusa_cli.files.model_files import check_model_files
+from medusa_cli.files.model_files import check_chat_template, check_model_files
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import (
     DraftFlags,
@@ -40,9 +40,7 @@ METHODS = (
     "[default: hf,ar,medusa, with --sweep or --agent ar,medusa]"
 )
 SWEEP = "Run one bench per value of nodes, epsilon or temperature; the same command resumes an interrupted sweep."
-GGUF = (
-    "The file that llama.cpp reads. [default: the model's, if it is a GGUF file or the default one]"
-)
+GGUF = "The GGUF file that llama.cpp reads. [default: the file of --model, if that is a GGUF file or a name]"
 PEER = (
     "An OpenAI-compatible server (vLLM, SGLang, llama-server) as one more method; repeatable. NAME-DRAFTS is "
     "compared with NAME, the same server without its drafts. It gets the key in MEDUSA_API_KEY."
@@ -150,6 +148,8 @@ def bench(
     resolve_device(loading.device)
     for source in filter(None, (what.draft_model, choice.source)):
         check_model_files(source)
+    if choice.template is None:
+        check_chat_template(choice.source)
     questions, count = which.chosen()
     what = replace(what, questions=questions)
     console.info(

@@ -11,7 +11,7 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import extras
-from medusa_cli.files.model_files import check_model_files
+from medusa_cli.files.model_files import check_chat_template, check_model_files
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN, Run, sole_writer
@@ -133,13 +133,17 @@ def _check_beside_endpoint(settings: Container[str]) -> None:
 
 def _check(plan: "Recipe", loading: LoadFlags) -> None:
     """Raises UserError for settings that are not valid, and for a model or servers that cannot answer."""
+    from medusa_cli.data.seeds import NAMED
     from medusa_cli.distill.distillation import check_settings
     from medusa_cli.files.chat_servers import ChatServers
     from medusa_cli.model.load import resolve_device
 
     check_settings(plan.distill)
     if plan.distill.endpoint is None:
-        check_model_files(ModelSource.of(plan.model))
+        model = ModelSource.of(plan.model)
+        check_model_files(model)
+        if plan.chat_template is None and plan.distill.seed in NAMED:
+            check_chat_template(model)
         resolve_device(loading.device)
     else:
         ChatServers(plan.distill.endpoint.split(",")).check()

@@ -13,7 +13,7 @@ from medusa_cli.commands.bench import show
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import extras
 from medusa_cli.files.io import read_object
-from medusa_cli.files.model_files import check_model_files
+from medusa_cli.files.model_files import check_chat_template, check_model_files
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.files.paths import expanded
 from medusa_cli.options import LoadFlags, OutputFlags, flag
@@ -94,6 +94,7 @@ def checked(model: str) -> ModelSource:
     if source.kind == "random":
         raise UserError(f"{model} has no tokenizer", "give a model with weights and a tokenizer")
     check_model_files(source)
+    check_chat_template(source)
     return source
 
 

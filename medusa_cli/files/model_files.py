@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from medusa_cli.errors import UserError, listed
+from medusa_cli.files.io import read_object
 from medusa_cli.files.layer_kinds import KINDS, STATEFUL
 from medusa_cli.files.model_source import AGAIN, WEIGHTS, ModelSource
 from medusa_cli.files.safetensors_files import OTHER_WEIGHTS
@@ -20,6 +21,12 @@ log = logging.getLogger(__name__)
 MAX_HEADER = 100_000_000
 # The names of tokenizer files contain one of these.
 TOKENIZER_FILES = ("token", "vocab", "spiece", "tekken")
+# The files that may hold a chat template, besides tokenizer_config.json.
+CHAT_TEMPLATES = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/default.jinja",
+)
 # The methods of transformers' cache with which layers store a new state.
 STATE_UPDATES = ("update_conv_state", "update_recurrent_state")
 # Flags of network classes whose attention can be replaced.
@@ -72,6 +79,7 @@ def check_model_files(model: ModelSource) -> None:
     if "auto_map" not in model.fields:  # otherwise the model's own code may run
         refuse_by_source(text)
     check_weights(model)
+    check_tokenizer(model)
 
 
 def check_weights(model: ModelSource) -> None:
@@ -188,8 +196,23 @@ def check_tokenizer(model: ModelSource) -> None:
 def no_chat_template(model: str) -> UserError:
     return UserError(
         f"the model {model!r} has no chat template",
-        "use an instruction-tuned model, or give @chat_template FILE; `medusa chat --raw` continues texts as they are",
+        "use an instruction-tuned model, or write a template into chat_template.jinja in its folder (chat, serve and "
+        "distill also take @chat_template FILE); `medusa chat --raw` continues texts as they are",
     )
+
+
+def check_chat_template(model: ModelSource) -> None:
+    """Raises UserError for a folder whose tokenizer.json has no chat template beside it.
+
+    Other tokenizers, and those with code of their own, may have a template in their code.
+    """
+    if model.kind == "random" or model.must_be_fetched or not Path(model.folder).is_dir():
+        return
+    config = model.file("tokenizer_config.json")
+    fields = {} if config is None else read_object(config)
+    known = "chat_template" in fields or "auto_map" in fields or model.file("tekken.json")
+    if model.file("tokenizer.json") and not known and not any(map(model.file, CHAT_TEMPLATES)):
+        raise no_chat_template(model.name)
 
 
 def refuse_by_config(config: Any, text: Any) -> None:
