@@ -13,6 +13,8 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.digest import weights_of
 from medusa_cli.runs import resolve
+from medusa_cli.runs.run import Run
+from medusa_cli.train.log import NAME
 from medusa_cli.tune import expectation, measuring
 from medusa_cli.tune.plan import (
     EPOCHS,
@@ -23,6 +25,7 @@ from medusa_cli.tune.plan import (
     plan,
 )
 from medusa_cli.tune.prompts import held_out_questions, read_prompts
+from medusa_cli.tune.tuning import has_converged
 from tests.crash import JOBS, Count, crash, learn, prepare
 from tests.helpers import medusa, medusa_json, save_model, save_run, write_lines
 from tests.test_adapter import save_adapter
@@ -163,6 +166,28 @@ def test_accuracies_are_scaled_to_a_length() -> None:
 
 
 # Prompts.
+
+
+@pytest.mark.parametrize(
+    ("shares", "losses", "is_converged"),
+    [
+        # Of a new Hydra's training: the second last validation is no better than an earlier one by chance.
+        ((0.36, 0.40, 0.44, 0.47, 0.44, 0.46), (53.7, 47.9, 44.6, 43.1, 42.8, 41.4), False),
+        ((0.36, 0.40, 0.44, 0.47, 0.47, 0.47), (53.7, 47.9, 44.6, 43.1, 43.0, 43.0), True),
+        ((0.36, 0.40, 0.44, 0.45, 0.48, 0.49), (53.7, 47.9, 44.6, 43.1, 43.1, 43.1), False),
+        ((0.36, 0.40, 0.44, 0.44, 0.43, 0.43), (53.7, 47.9, 44.6, 44.6, 45.0, 46.0), True),
+        ((0.47, 0.47, 0.47, 0.47, 0.47), (43.0, 43.0, 43.0, 43.0, 43.0), False),
+    ],
+)
+def test_training_has_converged_when_neither_drafts_nor_loss_improve(
+    shares: tuple[float, ...], losses: tuple[float, ...], is_converged: bool, tmp_path: Path
+) -> None:
+    lines = [
+        {"event": "validated", "accuracies": [share] * 4, "loss": loss}
+        for share, loss in zip(shares, losses, strict=True)
+    ]
+    write_lines(tmp_path / NAME, [{"event": "stepped", "loss": 60.0}, *lines])
+    assert has_converged(Run(tmp_path)) is is_converged
 
 
 def test_answers_of_the_model_are_kept_and_those_of_others_are_not(place: Path) -> None:
