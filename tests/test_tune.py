@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 
@@ -14,7 +14,7 @@ from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.digest import weights_of
 from medusa_cli.runs import resolve
 from medusa_cli.runs.run import Run
-from medusa_cli.train.log import NAME
+from medusa_cli.train.log import NAME, Validated
 from medusa_cli.tune import expectation, measuring
 from medusa_cli.tune.plan import (
     EPOCHS,
@@ -182,11 +182,11 @@ def test_accuracies_are_scaled_to_a_length() -> None:
 def test_training_has_converged_when_neither_drafts_nor_loss_improve(
     shares: tuple[float, ...], losses: tuple[float, ...], is_converged: bool, tmp_path: Path
 ) -> None:
-    lines = [
-        {"event": "validated", "accuracies": [share] * 4, "loss": loss}
-        for share, loss in zip(shares, losses, strict=True)
+    events = [
+        Validated(step, loss, [loss / 4] * 4, [share] * 4, 512, 512 * step, {})
+        for step, (share, loss) in enumerate(zip(shares, losses, strict=True), 1)
     ]
-    write_lines(tmp_path / NAME, [{"event": "stepped", "loss": 60.0}, *lines])
+    write_lines(tmp_path / NAME, [{"event": "validated", **asdict(event)} for event in events])
     assert has_converged(Run(tmp_path)) is is_converged
 
 
