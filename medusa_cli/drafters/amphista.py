@@ -45,7 +45,7 @@ class AmphistaConfig(HeadsConfig):
 
 
 class AdaptationLayer(nn.Module):
-    """Applies fc([h; e]) and a causal decoder layer (section 3.1); a fresh layer passes h through."""
+    """Applies fc and a causal decoder layer to states h and embeddings e (section 3.1); a fresh layer returns h."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class AdaptationLayer(nn.Module):
 class Amphista(HeadDrafter):
     """Holds Amphista's K heads (section 3).
 
-    The first half of the heads reads the state of the first adaptation layer, the second half that of
-    the second layer.
+    The first half of the heads reads the output of the first adaptation layer, and the second half
+    reads the output of the second layer.
     """
 
     name = "amphista"
@@ -94,7 +94,7 @@ class Amphista(HeadDrafter):
         new: Sequence[NewTokens],
         tree: Tree | DynamicTree,
     ) -> list[Draft]:
-        """Adapts the new states of each sequence, lets the heads see each other, and drafts every node at once."""
+        """Adapts the new states of each sequence, lets the heads see each other, and scores all levels at once."""
         adapted = self.read(backbone, sequences, new)
         return draft_by_level(tree, new, self._guesses(backbone, adapted, tree.max_depth))
 
@@ -124,7 +124,7 @@ class Amphista(HeadDrafter):
     ) -> list[Tensor]:
         """Adds the new states to the caches of each sequence.
 
-        Returns the states [B, H] of each stage at the last positions.
+        Returns the states [B, H] of each stage at the sequences' last new positions.
         """
         x = torch.cat([tokens.hidden for tokens in new]).to(self.dtype)
         positions = [range(n.start, n.end) for n in new]

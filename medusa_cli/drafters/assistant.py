@@ -37,7 +37,7 @@ class Assistant(TransformersDrafter):
     """Reads [embedding; state] of a node, attends to the text's keys and values, and computes the next state.
 
     An assistant's layers do not compute keys: a node sees the text directly, but its ancestors only
-    through the state. All nodes therefore have the position of the root.
+    through the state. All nodes have the position of the root.
     """
 
     name = "assistant"
@@ -87,7 +87,7 @@ class Assistant(TransformersDrafter):
         known = {kind: self._rows(backbone, kind, new, dtype) for kind in KINDS}
         window = network.config.get_text_config().sliding_window
         lengths = [tokens.end for tokens in new]
-        # A tensor, not a number, makes layers with shared keys keep all rows.
+        # If logits_to_keep is a tensor, not a number, layers with shared keys keep all rows.
         every = torch.zeros(1)
 
         def guess(
@@ -144,7 +144,7 @@ def network_of(fields: dict[str, Any]) -> Any:
 
 
 def last_layer(config: Any, kind: str) -> int:
-    """Returns the last layer of a kind that has its own keys, according to a model's text config."""
+    """Returns the index of the last layer of a kind that has its own keys, according to a model's text config."""
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     return max(layer for layer in range(own) if config.layer_types[layer] == kind)
 

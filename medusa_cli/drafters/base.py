@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 class NewTokens:
     """Holds the tokens [A+1] accepted since the last draft, with their hidden states [A+1, H * taps].
 
-    They are at positions start .. start + A. root: the next token, which is decided but not yet in
-    the cache. A sequence's first record is its prompt. extra_hidden: final states [K, H] of the last
-    token's extra rows, if the drafter has any. cache, slot: the engine's cache and the sequence's
-    slot in it, for a drafter that reads the backbone's keys and values.
+    The tokens are at positions start .. start + A. root: the next token, which is decided but not yet
+    in the cache. A sequence's first record holds its prompt. extra_hidden: final states [K, H] of
+    the last token's extra rows, if the drafter has any. cache, slot: the engine's cache and the
+    sequence's slot in it, for a drafter that reads the backbone's keys and values.
     """
 
     tokens: Tensor
@@ -82,7 +82,7 @@ def concat(pieces: Sequence[NewTokens]) -> NewTokens:
 
 
 def with_last_layer(layers: Sequence[int]) -> tuple[int, ...]:
-    """Returns the taps of a drafter that reads the states after these layers and after the last layer."""
+    """Returns the taps of a drafter that reads the states after `layers`, counted from 1, and after the last layer."""
     return (*(layer - 1 for layer in layers), -1)
 
 
@@ -103,8 +103,8 @@ class Batch:
 
     next: the token after each position. Head k (from 1) predicts next[p + k] if segment[p + k] == segment[p]. Positions
     in prompts have segment -1: they are visible but not trained on. sequence [P]: the conversation of each position,
-    for layers with a cache. Without `sequence`, these layers see only the segment. trace, rows [P]: for a drafter that
-    uses the verify pass, the pass over full sequences [B, L], and the indices of the P positions among its B * L.
+    for layers with a cache. Without `sequence`, these layers see only the segment. trace: for a drafter that uses the
+    verify pass, the pass over full sequences [B, L]. rows [P]: the indices of the P positions among these B * L.
 
     segment, sequence and rows stay on the host. Tensors that depend on these are computed on the host and uploaded, so
     that the host never waits for a GPU to know the size of a tensor.
@@ -148,7 +148,7 @@ class Batch:
         return ends[ahead] == self.segment[self.learned_on_host]
 
     def ahead(self, heads: int) -> Tensor:
-        """Returns the positions 0 .. heads after each trained position, [heads + 1, n], at most the batch's last one.
+        """Returns the positions 0 .. heads after each trained position, [heads + 1, n], clamped to the last position.
 
         Beyond the end of an answer there is no target, so any token may be read there.
         """
@@ -194,7 +194,7 @@ class Drafter(nn.Module, ABC):
         return other
 
     def extra_rows(self, depth: int) -> ExtraRows | None:
-        """Returns the extra rows that a verify pass needs, so that a tree of this depth can be drafted next (FIRP)."""
+        """Returns the extra rows (FIRP) that the verify pass before a draft of this depth needs, None for no rows."""
         return None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""DFlash and DSpark, which draft all levels in one pass over a block of the root and mask tokens."""
+"""DFlash and DSpark, which draft all levels in one pass over a block: the root and mask tokens."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class DflashConfig(HeadsConfig):
 
     num_heads: the number of draft tokens on a path. conditional: the rank of DSpark's Markov head.
     text: the config of the drafter's layers, in transformers' form. taps: for each state that is
-    read, the number of backbone layers below it. sample_from_anchor: if True, slot k of the block
-    drafts the token after slot k, and the root's slot drafts, too. Otherwise, slot k drafts its own token.
+    read, the number of backbone layers below it. sample_from_anchor: if True, row k of the block
+    drafts the token after row k, and the root's row drafts, too. Otherwise, row k drafts its own token.
     """
 
     text: dict[str, Any] = field(default_factory=dict)
@@ -77,10 +77,10 @@ class KnownRows:
 
 
 class Dflash(TransformersDrafter):
-    """Drafts a block of slots, which see each other and the fused states of all tokens before the root.
+    """Drafts a block of rows, which see each other and the fused states of all tokens before the root.
 
-    The scores of a level do not depend on draft tokens, except for DSpark's bias from the parent. A
-    tree therefore costs no more than a chain.
+    The scores of a level do not depend on draft tokens, except for DSpark's bias from the parent.
+    Drafting a tree therefore takes no more passes than drafting a chain.
     """
 
     name = "dflash"
@@ -104,7 +104,7 @@ class Dflash(TransformersDrafter):
             parts.layer(parts.config, index) for index in range(config.num_layers)
         )
         self.norm = norm(size, eps=eps)
-        # The tuple keeps the rotary embeddings out of the module, so that their rates stay in fp32.
+        # In a tuple, rotary embeddings are no submodule, so changes of dtype leave their rates in fp32.
         with torch.device("cpu"):
             self._rotary = (parts.rotary(parts.config),)
         self._cache = cache_name(parts.layer.forward)
@@ -182,7 +182,7 @@ class Dflash(TransformersDrafter):
         roots: Tensor,
         starts: Sequence[int],
     ) -> Tensor:
-        """Returns the final states [B, heads, H] of the slots that draft, with one block per sequence.
+        """Returns the final states [B, heads, H] of the rows that draft, with one block per sequence.
 
         known: for each sequence, the keys and values of its context in every layer. roots [B] are
         at positions `starts` [B].

@@ -62,15 +62,15 @@ def widest(size: int | Sequence[int]) -> int:
 class LayerDrafter(HeadDrafter):
     """Runs one decoder layer repeatedly: head k scores the next token by the layer's state after k draft tokens.
 
-    A row sees the true rows from the conversation's first token on and, in a draft, the rows of its
-    node's ancestors.
+    A row sees itself and the rows of the conversation's earlier tokens. In a draft, it also sees the
+    rows of its node's ancestors.
     """
 
     reads_next = sees_prompt = True
 
     @abstractmethod
     def enter(self, backbone: Backbone, hidden: Tensor) -> Tensor:
-        """Returns the states [n, H] that enter the layer, computed from the backbone's [n, H * taps]."""
+        """Returns the states [n, H] that enter the layer, computed from the backbone's states [n, H * taps]."""
 
     @abstractmethod
     def extend(
@@ -92,7 +92,7 @@ class LayerDrafter(HeadDrafter):
 
     @property
     def native_layer(self) -> NativeDecoderLayer | None:
-        """Returns the layer if the native library runs it."""
+        """Returns the layer if the native library runs it, else None."""
         return None
 
     @torch.inference_mode()
@@ -267,7 +267,8 @@ class Eagle(LayerDrafter):
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
         """Drafts level by level; each level computes all nodes.
 
-        A node's states are right once the states of its parent are right.
+        After level k, the states of nodes down to depth k are right, because their parents' states were
+        right after level k - 1.
         """
         layer = self.midlayer
         (cached,) = new.caches
@@ -295,7 +296,7 @@ class Eagle(LayerDrafter):
         fill_by_level(trees, self.num_heads, guess)
 
     def _lower(self, hidden: Tensor) -> Tensor:
-        """Returns the leveled states to fuse, without the last layer's states."""
+        """Returns the states to fuse, times `levels`; the last layer's states are left out."""
         levels = self.levels
         return self._fused(hidden).to(levels.dtype) * levels
 
@@ -306,7 +307,7 @@ class Eagle(LayerDrafter):
 
     @torch.no_grad()
     def level(self, hidden: Tensor) -> None:
-        """Divides each tap by its root mean square over states [n, H * taps] from answers.
+        """Makes `levels` divide each tap by its root mean square over states [n, H * taps] from answers.
 
         Raw states of the taps differ tenfold in size, and training would need thousands of steps to
         compensate for this difference.
@@ -374,7 +375,8 @@ def training_time_test(
     device = states.device
     learned = batch.learned
     true = Padding(batch.attention_groups, device)
-    # Every later step adds a column for each row, which only that row sees. So rows attend in blocks.
+    # Every later step adds a column for each row, which only that row sees. Rows attend in blocks, so
+    # that few columns are masked.
     numbers = true.numbers[batch.learned_on_host]
     rows = torch.arange(len(numbers)) - torch.searchsorted(numbers, numbers)
     own = Padding(numbers * len(true.numbers) + rows // BLOCK, device)

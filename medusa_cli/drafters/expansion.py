@@ -18,8 +18,8 @@ class Frontier:
     """Holds the N nodes of B sequences' trees whose children are drafted next, sequence by sequence.
 
     counts [B]: the number of nodes per sequence. parents [N]: the index of each node's parent among the
-    nodes of the previous frontier; in the first frontier, the index of its sequence. ids [N]: the
-    tokens of the nodes. parents and ids are tensors, or lists that are uploaded to `device` when needed.
+    nodes of the previous frontier; in the first frontier, the index of the node's sequence. ids [N]:
+    the tokens of the nodes. parents and ids are tensors, or lists that are uploaded to `device` when needed.
     """
 
     counts: list[int]

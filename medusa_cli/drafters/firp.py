@@ -38,7 +38,7 @@ class Firp(HeadDrafter):
     The map of head k turns the state of layer t_k at position p into a pseudo state of this layer at position p + k.
     The pseudo state passes through the layers above, where it sees the context, itself and the pseudo states of earlier
     heads. The backbone's norm and lm_head follow. A pseudo state sees the same in training as in drafting. In the
-    paper, training instead shows a pseudo state the true states of the tokens in between.
+    paper, training instead shows a pseudo state the true states of the tokens between p and p + k.
     """
 
     name = "firp"

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 # The number of a prompt's last tokens that decoder layers read. With the default model's drafter,
-# reading more tokens did not raise acceptance after 3,000 and 7,800 tokens. Drafters of other makers
-# were not measured.
+# reading more tokens did not raise acceptance for prompts of 3,000 and 7,800 tokens. Drafters of
+# other makers were not measured.
 PROMPT_TOKENS = 512
 
 
@@ -85,7 +85,7 @@ class HeadDrafter(Scoring):
     soft: ClassVar[float | None] = None  # a fixed share of soft targets; None uses train.soft
     weights_file: ClassVar[str] = "drafter.safetensors"
     config_class: ClassVar[type[HeadsConfig]] = HeadsConfig
-    # Drafter keys of a recipe that only some drafters read.
+    # Of the drafter keys of a recipe that only some kinds read, those that this kind reads.
     settings: ClassVar[tuple[str, ...]] = ("num_layers", "matrices")
     # The supported vocabularies. A kind without "own" has no vocabulary matrices.
     vocabularies: ClassVar[tuple[str, ...]] = ("draft", "own", "shared")
@@ -189,7 +189,7 @@ class HeadDrafter(Scoring):
         if not length or not self.sees_prompt:  # forks do not share caches
             self.caches = [LayerRows() for _ in self.decoder_layers]
             return length
-        # A last row that has read the token after it is dropped, since this token may differ now.
+        # If rows also read the next token, the last row is dropped, since its next token may differ now.
         end = min(cache.truncate(length - self.reads_next) for cache in self.caches)
         for cache in self.caches:  # caches may end at different positions
             cache.truncate(end)

@@ -25,8 +25,8 @@ class HydraConfig(HeadsConfig):
     """Adds Hydra's settings.
 
     prefix_layers: the number of causal decoder layers between the accepted states and the heads. 0 is Hydra, 1 is
-    Hydra++. context: the part of a text that these layers see, the "conversation" or only the "answer". raw: True for
-    embeddings without normalization and a bias in the linear path of each head's input, as in the authors' code.
+    Hydra++. context: the part of a text that these layers see, the "conversation" or only the "answer". raw: True if
+    embeddings are not normalized and the linear path of each head's input has a bias, as in the authors' code.
     """
 
     prefix_layers: int = 0
@@ -36,13 +36,13 @@ class HydraConfig(HeadsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self, prefix_layers=(0, 4))
-        # Without prefix layers, `context` has no effect. Equal heads then get equal configs.
+        # Without prefix layers, `context` has no effect. With a fixed value, equal heads get equal configs.
         if not self.prefix_layers:
             object.__setattr__(self, "context", "answer")
 
 
 class HydraHead(nn.Module):
-    """Computes head k: [h; e1; ..; ek] -> R x + SiLU(W x), then L - 1 residual blocks.
+    """Computes head k: R x + SiLU(W x) for x = [h; e1; ..; ek], then L - 1 residual blocks.
 
     A fresh head returns h.
     """
@@ -112,7 +112,7 @@ class HydraHeads(HeadDrafter):
     def _guesses(self, backbone: Backbone, x: Tensor) -> Guess:
         """Returns the guess function that starts from states x [B, H].
 
-        On later levels, x is [N, (1 + depth) H] and includes the embeddings of a path.
+        On later levels, x is [N, (1 + depth) H] and includes the embeddings of each node's path.
         """
 
         def guess(

@@ -53,8 +53,8 @@ TYPES = {
 class Incoming:
     """Holds a checkpoint's drafter in the form in which it runs here.
 
-    kind, config: the class and its config. settings: the config in the form of config.json.
-    tensors: the tensors by our names. format: the checkpoint's layout. notes: a text for each change.
+    kind, config: the drafter's class and config. settings: the config in the form of config.json. tensors: by our
+    names. format: the checkpoint's layout. notes: a text for each way in which the drafter differs from the checkpoint.
     """
 
     format: str
@@ -285,7 +285,7 @@ def check_tensors(
 ) -> None:
     """Raises UserError, listing the faults, unless the tensors have exactly these names and shapes.
 
-    They must also be finite floats. place: the checkpoint's folder, file or hub id.
+    The tensors must also hold finite floats. place: the checkpoint's folder, file or hub id.
     """
     faults = [f"{name} is missing" for name in shapes if name not in tensors]
     faults += [f"{name} is unknown" for name in tensors if name not in shapes]
@@ -358,7 +358,7 @@ def read_hydra(
     return settings, {names.get(name, name): tensor for name, tensor in tensors.items()}, notes
 
 
-# For each layout, the kind of drafter that it holds and the function that reads it.
+# For each layout, the kind of its drafters and the function that reads a checkpoint.
 FORMATS = {
     "medusa": ("medusa", medusa.read_medusa),
     "hydra": ("hydra", read_hydra),

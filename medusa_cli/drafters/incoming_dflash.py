@@ -11,7 +11,7 @@ from medusa_cli.errors import UserError, shown
 from medusa_cli.files.io import convert, nested
 
 TYPES = ("dflash", "dspark")
-# Unused parts of checkpoints: the head for a slot's confidence, and the model's own matrices.
+# Unused parts of checkpoints: the head for a row's confidence, and the model's own matrices.
 UNUSED = ("confidence_head.", "embed_tokens.", "verifier_norm.", "verifier_lm_head.")
 
 

@@ -127,7 +127,7 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_map(d2t: Tensor | None, t2d: Tensor | None, vocabulary: int, tokens: int) -> Tensor:
-    """Returns the draft tokens' ids [M], given their offsets d2t.
+    """Returns the draft tokens' ids [M], given d2t, the differences of these ids from 0 .. M - 1.
 
     Raises UserError unless t2d [V] marks the same tokens.
     """

@@ -59,7 +59,7 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
     backbone_file = backbone.engine.packed_path
     kept = None if backbone_file is None else PackedDrafter.of(folder, backbone_file)
     drafter = load_incoming(folder, backbone) if foreign else _load_own(folder, backbone)
-    # The weights of an MTP layer may be in the files of another model.
+    # The weights of an MTP layer may be in a model's files, whose changes `kept` would not notice.
     if foreign or (folder / drafter.weights_file).is_file():
         drafter.kept = kept
     return drafter

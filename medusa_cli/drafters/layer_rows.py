@@ -28,7 +28,7 @@ class LayerRows:
     def append(
         self, keys: Tensor, values: Tensor, positions: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Adds rows [heads, n, D] at positions [n]; returns all keys and values so far."""
+        """Adds rows [heads, n, D] at positions [n]; returns the keys and values of all rows."""
         heads, count, dim = keys.shape
         known_keys, known_values = self.room(count, heads, dim, keys)
         start = self.length

@@ -66,10 +66,10 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Any = None) -> Tensor:
 
 
 class SlotRows:
-    """Holds R rows for each of B slots, after the `lengths` [B] rows that are already there; positions [B, R].
+    """Holds R new rows at positions [B, R] for each of B slots, which already hold `lengths` [B] rows.
 
-    tree_mask bool [B, R, R]: which of these rows see each other. empty: True if a slot may have no
-    rows yet; in such a slot, all rows see the first row.
+    tree_mask bool [B, R, R]: which of the new rows see each other. empty: True if a slot may have no
+    rows yet; in such a slot, all new rows see the first new row.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SlotRows:
         self.positions = positions
         self._tree_mask = tree_mask
         self._empty = empty
-        # The reads and the mask of attention, computed for the first layer that needs them.
+        # The mask and the result of `columns_read`, computed for the first layer that needs them.
         self._reach: tuple[Tensor, list[Tensor]] | None = None
 
     @cached_property
@@ -107,7 +107,7 @@ class SlotRows:
             tree_mask = self._tree_mask
             if self._empty:
                 # The kernel must read some column of each slot. In an empty slot, it reads column 0, where
-                # the first of these rows was just written. The other rows must not count that row twice.
+                # the first of the new rows was just written. The other rows must not count that row twice.
                 held = (self.lengths > 0)[:, None, None]
                 tree_mask = tree_mask & (held | without_first_column(tree_mask))
             mask = additive(tree_mask[:, None], query.dtype)
@@ -130,7 +130,7 @@ def _without_first_column(rows: int, device: torch.device) -> Tensor:
 
 
 def head_count(hidden_size: int) -> int:
-    """Returns the maximum number of heads that split a hidden size evenly, with an even width of at least 64."""
+    """Returns the maximum number of heads for a hidden size if their widths are equal, even and at least 64."""
     counts = range(max(1, hidden_size // 64), 1, -1)
     return next((count for count in counts if hidden_size % (2 * count) == 0), 1)
 
@@ -302,7 +302,7 @@ class DecoderLayer(SelfAttention):
 
         Returns the layer's output [n, H]. positions: the positions of each sequence's rows. masks: for each sequence, a
         mask [n_i, m_i] of its new rows over its last m_i >= n_i rows; all earlier rows are seen. By default, a row sees
-        itself and all rows before it. last: returns only the last row of each sequence [B, H], without masks.
+        itself and all rows before it. last: True to return only each sequence's last row [B, H]; excludes masks.
         """
         counts = [len(own) for own in positions]
         flat = upload([position for own in positions for position in own], x.device)
@@ -333,7 +333,7 @@ class DecoderLayer(SelfAttention):
 
 
 def last_of(counts: Sequence[int]) -> list[int]:
-    """Returns the index of the last row in each of several consecutive runs of rows."""
+    """Returns the index of the last row of each group, given the sizes of consecutive groups of rows."""
     return [end - 1 for end in accumulate(counts)]
 
 
@@ -349,7 +349,7 @@ def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotates queries or keys [.., n, D] according to positions [.., n]; the halves of D form the pairs."""
+    """Rotates queries or keys [.., n, D] according to positions [.., n]; a pair has a number from each half of D."""
     half = x.shape[-1] // 2
     angles = positions[..., None] * _rates(half, theta, x.device)  # fp32 [.., n, D]
     rolled = x.roll(half, -1)
@@ -393,7 +393,7 @@ class Padding:
 class TokenBias(nn.Module):
     """Adds after @ before[token] to the scores [M] of any head; a fresh bias adds nothing.
 
-    before [V, r]: for the token drafted one place earlier. after [M, r]: for the guesses. All heads share them.
+    before [V, r]: for the token drafted one place earlier. after [M, r]: for the guesses. All heads share both.
     """
 
     def __init__(self, tokens: int, guesses: int, rank: int) -> None:

@@ -69,7 +69,7 @@ class MtpLayer(nn.Module):
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layer = parts.layer(parts.config, 0)
         self.norm = norm(size, eps=eps)
-        # The tuple keeps the rotary embeddings out of the module, so that their rates stay in fp32.
+        # In a tuple, rotary embeddings are no submodule, so changes of dtype leave their rates in fp32.
         with torch.device("cpu"):
             self._rotary = (parts.rotary(parts.config),)
         self._cache = cache_name(type(self.layer).forward)
@@ -151,9 +151,9 @@ class TransformersDrafter(HeadDrafter):
 
 
 class Mtp(TransformersDrafter, LayerDrafter):
-    """Runs a model's MTP layer over its final states; the normalized output of a step is the next step's state.
+    """Runs a model's MTP layer over the model's final states; a step's normalized output is the next step's state.
 
-    The input includes the model's embeddings. The model's lm_head scores all tokens or a draft vocabulary.
+    The layer also reads the model's embeddings. The model's lm_head scores all tokens or a draft vocabulary.
     """
 
     name = NAME
@@ -202,7 +202,7 @@ class Mtp(TransformersDrafter, LayerDrafter):
     def enter(self, backbone: Backbone, hidden: Tensor) -> Tensor:
         states = hidden.to(self.dtype)
         gain = backbone.engine.final_gain() if self.config.raw_state else None
-        # The following norm cancels the scale, but not the gain of the model's final norm.
+        # Without its gain, the final norm only scales a state, and the MTP layer's norm cancels the scale.
         return states if gain is None else states / gain.to(states)
 
     def extend(

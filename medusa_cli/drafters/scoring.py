@@ -77,7 +77,7 @@ class Scoring(Drafter):
         return rows if whole else rows[self.draft_ids.to(rows.device)]
 
     def vocabulary_index(self, device: torch.device) -> Tensor:
-        """Returns the row of each token id in the vocabulary matrices [V], or -1 if a token has none."""
+        """Returns, for each token id [V], its row in the vocabulary matrices, or -1 if it has none."""
         index = torch.full((self.config.vocab_size,), -1, dtype=torch.long, device=device)
         index[self.draft_ids.to(device)] = torch.arange(len(self.draft_ids), device=device)
         return index

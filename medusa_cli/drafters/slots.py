@@ -20,12 +20,12 @@ from medusa_cli.tree.tensors import TreeTensors
 
 @dataclass(frozen=True)
 class NewTensors:
-    """Holds up to P tokens of each of B sequences that the drafter has not read.
+    """Holds, for each of B sequences, up to P tokens that the drafter has not read.
 
     hidden [B, P, H * taps]. following [B, P]: the token after each token. count [B]: the number of
     tokens, the last of which is followed by the root. start [B]: the position of the first token.
-    held [B]: the number of a sequence's rows in the layers' caches. caches: one [2, B, heads, C, D]
-    per layer.
+    held [B]: the number of a sequence's rows in the layers' caches. caches: a tensor
+    [2, B, heads, C, D] per layer.
     """
 
     hidden: Tensor
@@ -53,7 +53,7 @@ class NewTensors:
 
     @cached_property
     def _ends(self) -> tuple[Tensor, Tensor]:
-        """Returns the number of rows [B] in the caches with the new rows, and the position [B, 1] of the last row."""
+        """Returns the number of rows [B] in the caches, new rows included, and the position [B, 1] of the last row."""
         return self.held + self.count, (self.start + self.count)[:, None] - 1
 
     def last(self, x: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ def fused(
 ) -> Tensor:
     """Computes torch's fused attention from queries [B * R, heads, D] to keys and values [B * KV, C, D].
 
-    mask [B, 1, G * R, L]; an empty mask means causal attention. Returns [B * R, heads * D].
+    mask [B, 1, G * R, L]: for G queries per key head, and the first L columns. An empty mask means causal attention.
+    Returns [B * R, heads * D].
     """
     size = mask.shape[0]
     wide = mask.shape[-1]

@@ -34,7 +34,7 @@ class Slots(ABC):
 
     @abstractmethod
     def keep(self, slot: int, path: Sequence[int]) -> None:
-        """Keeps, of the rows just written to a slot, the rows `path`: ascending, 0 for the first of them."""
+        """Keeps the rows `path` of those just written to a slot: ascending indices, 0 for the first row written."""
 
     @abstractmethod
     def views(self, slot: int, start: int, end: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Describes a network by its modules, without loading weights, since most decoders consist of the same parts."""
+"""Describes a network by its modules, without loading weights: most decoders consist of the same few kinds of parts."""
 
 import math
 from collections import defaultdict
@@ -48,7 +48,7 @@ MLP_MATRICES = {
     "up": ("up_proj", "fc1", "c_fc", "w3"),
     "down": ("down_proj", "fc2", "c_proj", "output_linear", "w2"),
 }
-# The names of matrices that hold several of the above.
+# The names of matrices that hold several of these matrices.
 JOINED_ATTENTION = ("qkv_proj",)
 JOINED_MLP = ("gate_up_proj", "input_linear")
 MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
@@ -103,9 +103,10 @@ class _Rows:
         return times * (self.end - self.first)
 
     def stored(self, module: str, name: str) -> tuple[str, Part | None]:
-        """Returns the name of the stored matrix, and its part of the layer's weight.
+        """Returns the name under which these rows are stored, and the part of the layer's weight that they are.
 
-        module: the name of the linear layer. The part is None if the matrix is the whole weight.
+        module: the name of the linear layer. name: the library's name of the rows. The part is None if they are the
+        whole weight; they are then stored under the layer's name.
         """
         if self.count == self.linear.out_features:
             return module, None
@@ -396,7 +397,7 @@ class _Shared:
     def only(self, name: str, default: Any = None) -> Any:
         """Returns a fact's value, or `default` if no layer has it.
 
-        Raises Unsupported if layers differ in the value or if it is None.
+        Raises Unsupported if layers differ in the value, or if the value is None.
         """
         values = self.values[name] or {default}
         if len(values) != 1 or None in values:

@@ -35,7 +35,7 @@ class CachedDescription:
     tables: dict[str, tuple[Tensor, Tensor]]
 
     def rotary(self, lazy: LazyNetwork, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines [1, n, D] for the first n positions [1, n] and layers of a kind.
+        """Returns the cosines and sines [1, n, D] of layers of a kind for positions [1, n], which count from 0.
 
         lazy: the network, which is built only if there are more positions than the tables have.
         """

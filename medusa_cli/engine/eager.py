@@ -27,20 +27,20 @@ from medusa_cli.model.backbone import (
 from medusa_cli.model.checks import FAULTS, PROBE, difference, probe_tokens
 from medusa_cli.model.grouped_attention import NAME, cache_name
 
-# The maximum number of bytes that the states after all nodes of one sequence's tree take; larger
-# trees are cut.
+# The maximum number of bytes that the running states after all nodes of one sequence's tree may take;
+# larger trees are cut.
 NODE_STATES = 1 << 29
 # The allowed relative difference of logits, in fp32 and in 16 bits.
 TOLERANCE = 1e-3
 TOLERANCE_16 = 0.25
-# The allowed difference of logits due to running states. Rounding causes a difference of 1e-5, and a
-# different formula one above this limit.
+# The allowed relative difference of logits due to running states, in fp32 and in 16 bits. Rounding causes a
+# difference of 1e-5. A different formula causes a difference above this limit.
 STATE_TOLERANCE = 1e-4
 STATE_TOLERANCE_16 = 0.05
 
 
 class EagerEngine(LayoutEngine):
-    """Runs the network itself; passes with extra rows run its layers one by one."""
+    """Runs transformers' network as a whole; in passes with extra rows, runs its layers one by one."""
 
     name = "eager"
 
@@ -52,7 +52,7 @@ class EagerEngine(LayoutEngine):
         self.stateful = stateful_modules(backbone.text_model)
         self.weight_bytes = _bytes_read(backbone)
         self.head = backbone.model.get_output_embeddings()
-        # `check` determines the final values.
+        # `check` determines the final values of these fields.
         self._by_token = bool(self.stateful)
         self._decoded_states = not self.stateful
         self._state_bytes = 0  # of one sequence
@@ -128,7 +128,7 @@ class EagerEngine(LayoutEngine):
         return exact if self.dtype == torch.float32 else sixteen
 
     def _decoded(self, tokens: Tensor) -> Tensor:
-        """Returns the logits [n, V] for tokens [n], run as in transformers' `generate`: two, then one at a time."""
+        """Returns the logits [n, V] for tokens [n], run as in transformers' `generate`: two, then one per pass."""
         text = self.backbone.text_model
         cache = DynamicCache(config=self.backbone.config)
         states = []
@@ -145,7 +145,7 @@ class EagerEngine(LayoutEngine):
         """Determines how the layers' states can be used, from the logits of one pass and of decoding.
 
         Some layers restart their state if several tokens continue a sequence (Jamba's in transformers
-        5.24). Others use different formulas for decoding and for prompts (Nemotron-H's).
+        5.24). Other layers use different formulas for decoding and for prompts (Nemotron-H's).
         """
         allowed = self._allowed(STATE_TOLERANCE, STATE_TOLERANCE_16)
         self._decoded_states = float((decoded - own).norm() / own.norm()) <= allowed

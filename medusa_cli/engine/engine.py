@@ -22,7 +22,7 @@ from medusa_cli.model.masks import Masks
 PREFILL_ROWS = 512
 # Rows per prefill pass on a GPU: fewer would not keep the GPU busy. Most prompts fit in one pass, which needs no mask.
 GPU_PREFILL_ROWS = 2048
-# Logits of up to this many rows in fp32 share a buffer that every step reuses.
+# The fp32 logits of a pass with up to this many rows lie in a buffer that every step reuses.
 SCRATCH_ROWS = 256
 
 
@@ -59,7 +59,7 @@ class Engine(ABC):
 
     @abstractmethod
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> Slots:
-        """Returns a cache of empty slots for `capacity` rows, which grows as needed."""
+        """Returns a cache of empty slots, each for `capacity` rows; the cache grows as needed."""
 
     @property
     def packed_path(self) -> Path | None:
@@ -94,7 +94,7 @@ class Engine(ABC):
         return 0
 
     def states(self, tokens: Tensor, taps: Sequence[int]) -> Tensor:
-        """Returns the hidden states [B, n, H * taps] of right-padded texts [B, n], which run as one batch."""
+        """Returns the tapped states [B, n, H * taps] of right-padded texts [B, n], which run as one batch."""
         cache = self.new_cache(*tokens.shape)
         plan = Plan(tokens, taps=tuple(taps), logits="none")
         return self.forward(plan, cache).hidden

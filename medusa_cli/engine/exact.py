@@ -28,8 +28,8 @@ LEAVES = (63, 38)
 class ExactPath:
     """Runs a torch engine's layers with kernels that compute each row independently of the others.
 
-    kernels: the module `kernels`, or its twin `plain_kernels`. Raises Unsupported if the kernels lack the activation or
-    a kind of linear layer.
+    kernels: the module `kernels`, or its twin in plain torch, `plain_kernels`. Raises Unsupported if the kernels lack
+    the activation or a kind of linear layer.
     """
 
     def __init__(self, engine: TorchEngine, kernels: ModuleType) -> None:

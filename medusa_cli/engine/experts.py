@@ -25,9 +25,9 @@ ROWS = 7
 class Part:
     """Rows first .. end - 1 of a stored weight, or all rows from `first` on if `end` is None.
 
-    With `every`, the weight holds the experts' matrices one after another, `every` rows each, and
-    the part is rows first .. end - 1 of each matrix, or only every `step`-th of these rows.
-    transposed: the number of such matrices if they are stored transposed, else 0.
+    With `every`, the weight consists of blocks of `every` rows, such as the experts' matrices, and
+    the part is rows first .. end - 1 of each block, or only every `step`-th of these rows.
+    transposed: the number of the blocks if each of them is stored transposed, else 0.
     """
 
     weight: str

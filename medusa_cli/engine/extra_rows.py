@@ -21,11 +21,12 @@ CHUNK = 32
 
 @dataclass(frozen=True)
 class ExtraRows:
-    """Holds K maps [.., H] -> [.., H]; map k turns a row's state after layers[k] layers into the row's extra row k.
+    """Holds K maps [.., H] -> [.., H], which turn a row's state after some layer into the row's K extra rows.
 
-    Extra row k (counted from 1) of a row at position p has the position p + k. It sees the columns
-    that its row sees, the row's earlier extra rows and itself. Only the row's later extra rows see
-    it. `layers` must not decrease (FIRP, section 3.2).
+    Extra row k (1 .. K) is maps[k - 1] of the row's state after the first layers[k - 1] layers. If the
+    row is at position p, extra row k has the position p + k. It sees the columns that its row sees, the
+    row's earlier extra rows and itself. Only the row's later extra rows see it. `layers` must not
+    decrease (FIRP, section 3.2).
     """
 
     layers: tuple[int, ...]
@@ -110,11 +111,11 @@ def extra_row_states(
     parts = layers_one_by_one(backbone)
     size, length = traced.states[-1].shape[:2]
     device = traced.states[-1].device
-    padded, places = _by_sequence(rows, size, length)  # [P] in B * W, [B, W]
+    padded, places = _by_sequence(rows, size, length)  # [P], indices into B * W; [B, W]
     # Chunks of positions end at columns that the host must know.
     ends = [min(int(part.max()) + 1, length) for part in places.split(CHUNK, dim=1)]
     padded, positions = upload(padded, device), upload(places, device)
-    # [B, W, steps so far, H]
+    # [B, W, steps, H]: `steps` grows where extra rows enter
     x = traced.states[-1].new_zeros(*positions.shape, 0, backbone.hidden_size)
     chunks: dict[str, list[tuple[int, Tensor]]] = {}
     for index, layer in enumerate(parts.layers):
@@ -202,9 +203,9 @@ def _compare_layers(backbone: Backbone, parts: Layers) -> None:
 
 
 def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
-    """Returns the places [P] of flat rows [P] among size * W positions, and these padded positions [size, W].
+    """Groups flat rows [P] by sequence: returns their places [P] among size * W positions, and the positions [size, W].
 
-    Each sequence has W positions. Both tensors are on the host.
+    W is the largest number of rows in a sequence; other sequences are padded with zeros. Both tensors are on the host.
     """
     owner = rows // length
     counts = torch.bincount(owner, minlength=size)

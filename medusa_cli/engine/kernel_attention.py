@@ -194,7 +194,7 @@ def attend(
     rows, heads, dim = query.shape
     size, kv, capacity, _ = keys.shape
     chunks = triton.cdiv(capacity, CHUNK)
-    # Each tensor is allocated by itself, at an aligned address: for others, Triton makes other binaries.
+    # Each tensor is allocated by itself, at an aligned address: for other addresses, Triton makes other binaries.
     partial, top, total = (
         torch.empty(rows * heads, chunks, width, dtype=torch.float32, device=query.device)
         for width in (dim, 1, 1)

@@ -1,4 +1,4 @@
-"""Triton kernels of the exact path on a GPU; each has a twin of the same name in `plain_kernels`.
+"""Triton kernels of the exact path on a GPU; each has a twin of the same name in plain torch, in `plain_kernels`.
 
 A row's bits do not depend on the other rows of a pass. One binary serves all numbers of rows, so Triton must not
 specialize it for integers that differ from pass to pass. The slices of K and the chunks of columns do not depend on
@@ -41,7 +41,7 @@ def matmul_kernel(
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     s = tl.program_id(2)
-    # Columns beyond the last one read its weights, and their sums are not stored.
+    # Columns beyond the last one read the last one's weights, and their sums are not stored.
     row_of_weight = tl.minimum(n, N - 1)
     inside = (m < rows)[:, None]
     total = tl.zeros((BM, BN), dtype=tl.float32)
@@ -194,7 +194,7 @@ def rotate_write_kernel(
     S: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Stores one head of one row, a query in `query`, others in the cache; queries and keys are normed and rotated."""
+    """Stores one head of one row: a query in `query`, a key or value in the cache; norms and rotates all but values."""
     r = tl.program_id(0)
     head = tl.program_id(1)
     d = tl.arange(0, BD)

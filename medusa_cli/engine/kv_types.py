@@ -27,7 +27,7 @@ def head_bytes(format: Format, dim: int) -> tuple[int, int]:
 def rows_of_floats(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns keys [KV, tiles, D, 16] and values [KV, C, D] of any type as fp32 rows [KV, .., D].
 
-    For the format Q8_0, see formats.h; D then counts the bytes of a head.
+    In Q8_0, the D of keys and values counts the bytes of a head; formats.h describes their layout.
     """
     if keys.dtype != torch.uint8:
         return keys.transpose(2, 3).flatten(1, 2).float(), values.float()

@@ -13,8 +13,8 @@ class LayerCache(StateCache, Cache):
     """A cache whose layers may have fewer or narrower key heads than its buffers, or running states.
 
     node_states [B, R, ...]: the states after each row of the last tree, in B slots, the first of
-    which is `first_node_slot`. by_token: if a slot already holds tokens, layers with a running
-    state must process further tokens one by one.
+    which is `first_node_slot`. by_token: True if layers with a running state must process the
+    tokens of a chain one by one in slots that already hold tokens.
     """
 
     def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:

@@ -56,7 +56,7 @@ def packed_linear(
 def packed_parts(
     parts: Iterable[tuple[Tensor, Tensor | None]], pack: Pack | None = None
 ) -> nn.Module:
-    """Returns a packed linear layer, given its weight [N, K] and optional bias in parts of N."""
+    """Returns a packed linear layer, given its weight [N, K] and optional bias [N] in parts along N."""
     return NativeLinear(packed_matrix(parts, pack))
 
 
@@ -73,7 +73,7 @@ def packed_matrix(
 def packed_copy(module: nn.Module, pack: Pack | None = None) -> nn.Module:
     """Returns a copy of a module with packed parts, for inference only.
 
-    pack: packs each matrix, or returns the matrix that an earlier start packed.
+    pack: packs each matrix, or returns the matrix that an earlier process packed.
     """
     if type(module) is nn.Linear:
         return packed_linear(module.weight, module.bias, pack)

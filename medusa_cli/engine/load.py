@@ -69,12 +69,12 @@ def load_backbone(
 ) -> Backbone:
     """Loads a causal LM and its tokenizer for decoding or, with `gradients`, for training on its states.
 
-    Engine "native" runs the library on a CPU, "torch" runs rewritten layers on a GPU, and "eager" runs transformers'
-    own layers. "auto" selects the first of these that can run the model. adapter: a folder from stage 2. It is merged
-    into the weights or, if bitsandbytes quantized them, kept as separate layers. chat: True if the model must have a
-    chat template. drafter: the folder of a drafter, whose memory is counted in addition to the model's. The other
-    arguments are those of `load_network`. Raises UserError if anything is missing or unusable, if a GPU's memory does
-    not suffice, and in a process that was forked after a model was loaded.
+    Engine "native" runs the native library on a CPU, "torch" runs rewritten layers on a GPU, and "eager" runs
+    transformers' own layers. "auto" selects the first of these that can run the model. adapter: a folder from stage 2.
+    It is merged into the weights or, if bitsandbytes quantized them, kept as separate layers. chat: True if the model
+    must have a chat template. drafter: the folder of a drafter, whose memory is counted in addition to the model's. The
+    other arguments are those of `load_network`. Raises UserError if anything is missing or unusable, if a GPU's memory
+    does not suffice, and in a process that was forked after a model was loaded.
     """
     check_fork()
     if isinstance(model, str):
@@ -208,7 +208,7 @@ def _load_eager(inputs: _Inputs, shard: bool = False) -> Backbone:
 
 
 def _load_transformers(inputs: _Inputs, shard: bool = False) -> Backbone:
-    """Loads a backbone with transformers' network, which contains the adapter, if any, but without an engine."""
+    """Loads a backbone without an engine: transformers' network, with the adapter if there is one."""
     model, options, adapter = inputs.model, inputs.options, inputs.adapter
     network, tokenizer = load_network(
         model, options, shard=shard, chat_template=inputs.chat_template
@@ -227,7 +227,7 @@ def _load_transformers(inputs: _Inputs, shard: bool = False) -> Backbone:
 def _fall_back(
     inputs: _Inputs, reason: Unsupported, required: bool, instead: str = "on the eager engine"
 ) -> None:
-    """Logs how a model runs without the engine of choice, or raises UsageError if the options require this engine."""
+    """Logs how a model runs without the preferred engine, or raises UsageError if the options require this engine."""
     name, options = inputs.model.name, inputs.options
     if required:
         fault = f"{_flag(options)} cannot run the model {name!r}: {reason}"
@@ -259,7 +259,7 @@ def _run_by_torch(backbone: Backbone, options: LoadOptions) -> None:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A model for the native engine: its network without weights, possibly not built yet, and packed weights."""
+    """A model with packed weights, and its network without weights, which may not be built yet."""
 
     network: Any
     tokenizer: Any
@@ -347,7 +347,7 @@ def _forgetting_refused(packed: Packed) -> Iterator[None]:
 
 
 def _from_files(inputs: _Inputs, int8_rows: bool) -> _Loaded | None:
-    """Packs a model's files unchanged; returns None if it has no files or only transformers can read them."""
+    """Packs a model's files unchanged; returns None if it has none, or if only transformers can read its files."""
     model = inputs.model
     if not model.weights:
         return None
@@ -381,8 +381,8 @@ def _from_network(inputs: _Inputs, int8_rows: bool) -> _Loaded:
 def _dtype_in_memory(inputs: _Inputs) -> str:
     """Returns the number type in which a network is loaded before packing.
 
-    It is the checkpoint's type unless the options request another one. fp32 counts as a request only
-    with an adapter, because the sums of weights and adapter are rounded to the type that stores them.
+    It is the checkpoint's type unless the options request another one. fp32 counts as a request only if
+    there is an adapter, because the sums of weights and adapter are rounded to the type returned.
     """
     dtype = inputs.options.dtype
     if dtype != "auto" and not (dtype == "fp32" and inputs.adapter is None):

@@ -21,8 +21,8 @@ from medusa_cli.runs.load_options import INTEGER, LoadOptions
 TOKENS = 2048
 PROMPT = 2048
 NODES = 64
-# Bytes per weight, including scales: bitsandbytes' nf4 has an fp32 scale for 64 numbers, and Q8_0 and
-# Q4_1 have scales for 32 numbers.
+# Bytes per weight, including scales: bitsandbytes' nf4 has an fp32 scale for 64 numbers. int8 is Q8_0
+# and int4 is Q4_1, which have scales for 32 numbers.
 BYTES = {"bnb.int8": 1.0, "bnb.nf4": 0.5625, "int8": 34 / 32, "int4": 20 / 32}
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def memory_of(
     tokens = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     inner = max(inner) if isinstance(inner, list) else inner
-    # Passes need a layer's states, the outputs of its two wide matrices, and a tree's logits, also in fp32.
+    # Passes need a layer's states, the outputs of its two wide matrices, and a tree's logits, with a copy in fp32.
     states = PROMPT * (4 * config.hidden_size + 3 * inner) * dtype.itemsize
     logits = NODES * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)
     files = [] if drafter is None else [*drafter.glob("*.safetensors")]

@@ -32,7 +32,7 @@ class Mixer:
     """Describes how a layer without attention mixes rows; `kind` is one of MIXERS.
 
     matrices, vectors: the library's names, mapped to the names of the stored weights. sizes: by the
-    library's names. norm: the mixer's norm, if it has one; it must have the model's epsilon.
+    library's names. norm: the mixer's norm, if it has one; its epsilon must be the model's.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Mixer:
 def mixers_of(base: nn.Module, layers: Any, names: Mapping[int, str]) -> list[Mixer | None]:
     """Returns the mixer of each layer, or None for an attention layer.
 
-    names: the modules' names by the modules' id. Raises Unsupported if some layers keep a running
+    names: the name of each module, by the module's id. Raises Unsupported if some layers keep a running
     state that is not supported.
     """
     mixers = [_mixer_of(layer, names) for layer in layers]

@@ -93,7 +93,7 @@ class NativeCache(StateCache):
     def at(self, place: int, slot: int) -> tuple[Tensor, Tensor]:
         """Returns a slot's keys [KV, C / 16, D, 16] and values [KV, C, D padded to 16] at a place.
 
-        In q8_0, both are bytes, and D is the number of bytes of a head.
+        In q8_0, keys and values are bytes, and D is the number of bytes of a head.
         """
         kv, dim = self.shapes[place]
         key, value = (size // self.dtype.itemsize for size in head_bytes(self.format, dim))

@@ -237,7 +237,7 @@ class NativeEngine(Engine):
         """Runs layers first .. end - 1 on states x [B, R, stride] in place; returns the tapped layers' states.
 
         The slots from `first_slot` on hold `lengths` [B] rows. positions [B, n] and seen [B or 1,
-        n, n] cover n rows, of which R have entered. inputs: the additional inputs of layers, which
+        n, n] cover n rows, of which the first R have entered. inputs: the additional inputs of layers, which
         layer 0 completes. keeps: True if all rows stay in the cache.
         """
         slots, rows, stride = x.shape
@@ -304,7 +304,8 @@ class NativeEngine(Engine):
         out = self._logits
         if out is None or len(out) < count:
             out = np.empty((max(count, FIRST_LOGITS), wide), np.float32)
-            if count <= SCRATCH_ROWS:  # a prompt's pieces have more rows and are joined later
+            # Larger outputs, such as a prompt's, are joined later and must last.
+            if count <= SCRATCH_ROWS:
                 self._logits = out
 
         best = np.empty((slots, rows), np.int32)
@@ -325,7 +326,7 @@ class NativeEngine(Engine):
 
     @torch.inference_mode()
     def states_at(self, tokens: Tensor, first: int) -> Tensor:
-        """Returns the final states [n, H] for tokens [n] at positions from `first` on, to compare them with others."""
+        """Returns the final states [n, H] for tokens [n] at positions from `first` on, to compare with transformers."""
         count = len(tokens)
         cache = self.new_cache()
         cache.reserve(count)

@@ -128,7 +128,7 @@ class NativeDecoderLayer(nn.Module):
         flat = np.array([position for own in positions for position in own], np.int32)
         self.reserve(int(flat.max()) + 1)
         states, read = self._inputs(x, embedded, len(flat))
-        # `last` needs no masks. The arrays must live until the call, as the structures point to them.
+        # `last` needs no masks. The arrays must live until the call ends, as the structures point to them.
         masks = [
             array("B", b"" if last else np.tri(count, dtype=np.uint8).tobytes()) for count in counts
         ]
@@ -149,7 +149,7 @@ class NativeDecoderLayer(nn.Module):
     def _inputs(
         self, x: Tensor, embedded: Sequence[Tensor], rows: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the states, which the library overwrites, and the embeddings that the matrices read first, if any."""
+        """Returns the states, which the library overwrites, and the embeddings that precede them, if any."""
         states = self.entering(x.float()).clone(memory_format=torch.contiguous_format)
         read = [own.float().contiguous() for own in embedded]
         shape = rows, self.hidden_size

@@ -19,7 +19,7 @@ from medusa_cli.native.library import DraftLevel, check
 class NativeLevels:
     """Extends the draft trees of B sequences level by level.
 
-    The library also does a level's small operations, which would take torch half as long as a level's calls.
+    The library also does a level's small operations. In torch, they would take half as long as a level's calls.
 
     layer: a layer that reads embeddings besides states. norm, head: normalize and score the layer's output.
     tokens [M]: the ids of the head's outputs. embedding: looks up tokens. states [B, H]: the states of the
@@ -45,7 +45,7 @@ class NativeLevels:
         self.states = states.float().contiguous()
         self._caches = caches
         self._starts = starts
-        # For each row of the last level: bytes that tell which rows after the sequence's root it sees.
+        # For each row of the last level: bytes that tell which of the sequence's rows after the root this row sees.
         self._seen = [b""] * len(caches)
 
     def extend(
@@ -71,7 +71,7 @@ class NativeLevels:
             embedded = torch.empty_like(states)
         else:
             embedded = embedding(torch.tensor(tokens)).float().contiguous()
-        # The library takes no sequence without rows. All arrays must live until the call, as structures point to them.
+        # The library takes no sequence without rows. Structures point to all arrays, which must outlive the call.
         present = [i for i, count in enumerate(counts) if count]
         caches = [self._caches[i] for i in present]
         places = [[self._starts[i] + depth - 1] * counts[i] for i in present]

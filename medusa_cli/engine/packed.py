@@ -43,7 +43,7 @@ ALIGNMENT = 64
 # The number of bytes of a digest, and of a file's head, which holds a position and a digest.
 DIGEST = 16
 HEAD = 8 + DIGEST
-# If this multiple of their size is free, weights are read into memory, in pieces of PIECE bytes.
+# Weights are read into memory, in pieces of PIECE bytes, if this multiple of their size is free.
 READING_ROOM = 1.5
 PIECE = 32 << 20
 log = logging.getLogger(__name__)
@@ -121,11 +121,11 @@ def read_kept(name: str, read: Callable[[], Packed]) -> Packed | None:
 
 
 def shapes_of(description: Description, weights: Weights) -> Shapes:
-    """Returns the shapes that a model's weights will have, without reading them; raises MissingWeights."""
+    """Returns the shapes that a model's packed weights will have, without reading weights; raises MissingWeights."""
     matrices = {}
     for name in description.matrix_names:
         part = description.parts.get(name) or Part(f"{name}.weight", f"{name}.bias")
-        # The files of some models hold the part itself.
+        # The files of some models hold the part as a weight of its own.
         own = name if part.every is not None and name in weights else _stored(part.weight, weights)
         shape, is_float = weights.shape(own)
         *outputs, inputs = shape
@@ -303,7 +303,7 @@ def check_packed(path: Path) -> None:
 
 
 def packed_files() -> Iterator[tuple[Path, str | None]]:
-    """Yields each file of packed weights with the place of its model's weights, None for files of other versions."""
+    """Yields each file of packed weights with the place of its model's weights, None for damaged or outdated files."""
     for path in (home() / "packed").glob("*.bin"):
         try:
             yield path, _table(np.memmap(path, np.uint8, "r"))["source"]
@@ -391,6 +391,7 @@ def _stored(name: str, weights: Weights) -> str:
 def _rounded_format(quantize: str, is_head: bool) -> Format:
     """Returns the format of rounded weights.
 
-    The lm_head is never rounded to 4 bits, because this would change the model ten times as much.
+    The lm_head is never rounded to 4 bits, because this changed the default model ten times as much as
+    4 bits in all other matrices.
     """
     return Format.Q4_1 if quantize == "int4" and not is_head else Format.Q8_0

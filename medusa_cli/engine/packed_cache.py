@@ -1,4 +1,4 @@
-"""The files of packed weights in the cache: their names, with digests of all that they depend on, and their checks."""
+"""The files of packed weights in the cache: names with digests of all that the weights depend on, and checks."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -97,10 +97,10 @@ def forget(path: Path) -> None:
 
 
 def forget_outdated(path: Path, sources: Iterable[tuple[Path, str | None]]) -> None:
-    """Removes the files that a new one replaces, and those whose model is gone.
+    """Removes the files that the new file at `path` replaces, and the files whose model is gone.
 
-    sources: the files of packed weights, each with the place of its model's weights, or with None for files of earlier
-    versions.
+    sources: the files of packed weights, each with the place of its model's weights, or with None for damaged files and
+    files of earlier versions.
     """
     owner = path.name.partition("-")[0]
     for other, source in sources:

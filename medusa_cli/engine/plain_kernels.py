@@ -1,6 +1,7 @@
-"""The twins of the exact path's kernels in plain torch: slow and obvious, each row by itself.
+"""The exact path's kernels in plain torch (the kernels' twins): slow and obvious, each row by itself.
 
-Their arguments and results are those of `kernels` and `kernel_attention`. With doubles, they are a reference.
+Their arguments and results are those of `kernels` and `kernel_attention`. With inputs in fp64, they
+serve as a reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns the sums over slices of K [S, R, N], for rows [R, K] and a weight [N, K]."""
+    """Returns the sums [S, R, N] over slices of K, for rows [R, K] and a weight [N, K]."""
     slices = slices_of(*weight.shape)
     width = -(-x.shape[1] // slices)
     pairs = zip(_wide(x).split(width, dim=1), _wide(weight).split(width, dim=1), strict=True)

@@ -16,8 +16,8 @@ from medusa_cli.device import numbered
 from medusa_cli.files.layer_kinds import CHUNKED, FULL
 from medusa_cli.model.masks import Masks
 
-# The limit is at least this many positions before a row, and a multiple of this; trees are less deep
-# than this.
+# The limit is a multiple of this number, and at least this many positions before a row. The depth of
+# trees is below this number.
 LAG = 32
 # The maximum number of columns from the limit to a row's own position.
 NEAR = 2 * LAG
@@ -66,7 +66,7 @@ class Reach:
         columns = lengths[:, None] + numbered(rows, device)
         limit = ((position - LAG).clamp(min=0) // LAG) * LAG
         places = limit[..., None] + numbered(NEAR + 1, device)  # [B, R, NEAR + 1]
-        # An ancestor's place is its position after the limit. Other rows get a place that is not read.
+        # An ancestor's place is its position minus the limit. Other rows get a place that is not read.
         place = position[:, None] - limit[..., None]  # [B, R, R]
         place = torch.where(tree_mask & (place >= 0), place, NEAR)
         places = places.scatter(2, place, columns[:, None].expand(size, rows, -1))[..., :NEAR]

@@ -1,4 +1,4 @@
-"""The shapes that the native library reads, of weights that are packed or still to be packed."""
+"""The shapes that weights must have for the native library, checked before or after the weights are packed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

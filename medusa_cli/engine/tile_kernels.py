@@ -1,4 +1,4 @@
-"""The Triton kernels that multiply by tiles; their twin is `plain_kernels.tile_matmul`.
+"""The Triton kernels that multiply by tiles. In plain torch, `plain_kernels.tile_matmul` does the same.
 
 Integer products are exact, and fp32 sums are added in the native engine's order, so the results have the bits of
 native/matmul.h. The size of a program, which is smaller for few rows than for many, does not change the bits.
@@ -17,11 +17,11 @@ from medusa_cli.engine import plain_kernels
 from medusa_cli.engine.tiles import Tiles
 from medusa_cli.native.library import UNIT
 
-# The rows of a program for few and for many rows, its warps, and its channels.
+# The number of rows of a program if a pass has few or many rows, its number of warps, and its number of channels.
 FEW, MANY = 16, 64
 WARPS = {FEW: 2, MANY: 4}
 COLUMNS = 32
-# The units that one iteration may process, and the groups of a row that one program rounds.
+# The numbers of units that one iteration may process, and the number of groups of a row that one program rounds.
 STEPS = (4, 2, 1)
 GROUPS = 64
 LEAST_SIZE = tl.constexpr(plain_kernels.LEAST_SIZE)

@@ -106,9 +106,9 @@ def _rows_of(head: Any, dtype: torch.dtype, ids: Tensor | None) -> tuple[Tensor,
 
 
 def _kernel_for(packed: Packed, device: torch.device) -> Multiply | None:
-    """Returns the kernel that multiplies 8-bit rows by tiles, if it agrees with dequantized tiles on a device.
+    """Returns the kernel that multiplies 8-bit rows by tiles on a device, or None if there is no correct one.
 
-    The kernel is tried with the smallest matrix of each format.
+    The kernel is compared with dequantized tiles on the smallest matrix of each format.
     """
     if device.type != "cuda":
         return None

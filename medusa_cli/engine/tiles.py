@@ -29,7 +29,7 @@ class Layout:
     """Tells how the tiles of a format hold their numbers.
 
     units: the number of units, of 32 inputs each, in a block. With several units, groups have 8-bit scales besides the
-    block's scale. bits: how many lower bits a number has, 4 or 8. planes: how many upper bits, which are stored apart.
+    block's scale. bits: how many lower bits a number has, 4 or 8. planes: how many upper bits it has, stored apart.
     group: how many inputs share a scale. zero: is subtracted from a number. offset: True if groups have offsets.
     signed: True if 8-bit scales are signed. codes: the values for which the numbers stand, if any.
     """
@@ -134,7 +134,7 @@ class Tiles(nn.Module):
         return numbers.permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(1)
 
     def _small(self, data: Tensor) -> Tensor:
-        """Returns a block's 8-bit scales [T, B, groups, 16] in fp32."""
+        """Returns the 8-bit scales or offsets [T, B, groups, 16] of blocks in fp32."""
         return data.unflatten(-1, (-1, TILE)).float()
 
     def floats(self, data: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def _by_channel(values: Tensor) -> Tensor:
 
 
 def _bytes(matrix: PackedMatrix) -> Tensor:
-    # torch warns of memory that cannot be written, such as a mapped file's.
+    # torch warns of memory that cannot be written, such as a mapped file's, so such memory is copied.
     return torch.from_numpy(np.require(matrix.tiles, requirements="W"))
 
 

@@ -24,15 +24,15 @@ from medusa_cli.files.paths import home
 from medusa_cli.native import cpu_count, instruction_set, is_available
 from medusa_cli.native.library import LIBRARY
 
-# Seconds by the size of some work, such as rows, nodes or levels.
+# Seconds by the amount of work, such as the number of rows, nodes or levels.
 Curve = Mapping[Annotated[int, Meta(ge=1, le=1024)], Annotated[float, Meta(gt=0, lt=1e4)]]
 T = TypeVar("T")
 # The config fields that do not change a step's time. Fields that begin with an underscore do not
 # change it, either.
 NAMES = ("architectures", "transformers_version")
 # A timing thread computes or spins all the time. If it ran for less than this share of the time,
-# the machine was busy, and it is timed again after RETRY_AFTER seconds. It is not timed again at
-# every start, because timing takes longest on a busy machine.
+# the machine was busy, and steps are timed again after RETRY_AFTER seconds. They are not timed again
+# at every start, because timing takes longest on a busy machine.
 UNDISTURBED = 0.8
 RETRY_AFTER = 3600
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def keep_timings(key: str, timings: Any) -> None:
 
 
 def watched(measure: Callable[[], T]) -> tuple[T, float | None]:
-    """Returns a measurement, and the current time if other programs used much of the CPU meanwhile, else None."""
+    """Returns a measurement and, if other programs used much of the CPU during it, the current time, else None."""
     wall = time.perf_counter()
     own = time.thread_time()
     measurement = measure()
@@ -129,6 +129,6 @@ def _digest_of(path: Path) -> str:
 
 
 def random_tokens(count: int, vocabulary: int, seed: int) -> torch.Tensor:
-    """Returns random token ids [count]: in mixtures of experts, different tokens read more weights than equal ones."""
+    """Returns random token ids [count]; in mixtures of experts, passes over equal tokens would read fewer weights."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocabulary, (count,), generator=generator)

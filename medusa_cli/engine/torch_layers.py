@@ -1,7 +1,7 @@
 """The torch engine for GPUs: a decoder's layers rewritten with joined matrices and fewer operations.
 
-It supports RMS norms, rotary self-attention with optional norms of queries and keys, a gated MLP,
-and Gemma's norms after attention and MLP. Any other layer raises Unsupported.
+The engine supports RMS norms, rotary self-attention with optional norms of queries and keys, a gated
+MLP, and Gemma's norms after attention and MLP. For any other layer, it raises Unsupported.
 """
 
 import itertools
@@ -272,7 +272,7 @@ class TorchEngine(LayoutEngine):
         expected: the network's states by first position.
         """
         for first, states in expected.items():
-            # These tables hold only these positions, at the indices of the first positions.
+            # The tables hold only these positions, and the pass reads them at 0, 1 and so on.
             positions = first + torch.arange(TOKENS, device=tokens.device)
             positions = positions.clamp(max=self.backbone.max_positions - 1)
             self._rotary = {

@@ -32,7 +32,7 @@ TOKENS = 20
 # The twin's attention window, which is shorter than a pass; its soft cap, which scores exceed; and
 # its limit for queries, keys and values, which these exceed.
 BOUNDS = {"sliding_window": 7, "attn_logit_softcapping": 2.0, "clip_qkv": 1.0}
-# The number of the twin's layers: with Gemma 3's pattern, they are of both kinds.
+# The number of the twin's layers. In Gemma 3's pattern, this many layers include sliding and full attention.
 LAYERS = 7
 # Upper bounds for other sizes in configs.
 SMALLER = {

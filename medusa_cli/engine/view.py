@@ -132,7 +132,8 @@ class View(TransformersCache):
         else:
             width = before.shape[-1]
             inputs = torch.cat([before, conv_states], dim=-1)
-        self._now[key] = inputs[..., -width:].clone()  # a module's kernel may change it in place
+        # A module's kernel may change inputs in place.
+        self._now[key] = inputs[..., -width:].clone()
         return inputs
 
     def update_recurrent_state(

@@ -85,7 +85,8 @@ constexpr int kQueries = 6, kDeep = 1;
 constexpr int kTogether = 48;
 
 // kBlock: the numbers in a block of keys or values: 16 KB of floats, half of the smallest first-level cache. kWeights:
-// the maximum number of columns in a block, plus a cache line, so that several queries' weights lie in different sets.
+// the maximum number of columns in a block, plus 16 floats (a cache line). With this line between them, the weights of
+// several queries lie in different sets of the cache.
 constexpr int64_t kBlock = 4096, kWeights = kBlock / 16 + 16;
 
 inline float first_of(F x) {
@@ -139,7 +140,7 @@ inline void score(const float* queries, const float* keys, int64_t dim, int64_t 
 }
 
 // Soft-caps the scores of a row for tiles first .. end - 1 if `cap` is not 0. Sets scores of masked columns to -inf.
-// Returns the largest score so far, by lane. before: the largest score of earlier tiles.
+// Returns, by lane, the largest score of these and all earlier tiles. before: by lane, that of all earlier tiles.
 inline F finish_scores(float* scores, const AttentionMask& mask, int64_t row, int64_t first, int64_t end, float cap,
                        F before) {
   for (int64_t tile = first; tile < end; tile++, scores += 16) {
@@ -153,7 +154,8 @@ inline F finish_scores(float* scores, const AttentionMask& mask, int64_t row, in
   return before;
 }
 
-// Adds values [count, wide], weighted by e^(score - shift), to the sums [R, wide] of R queries; adds weights to totals.
+// Adds values [count, wide], weighted by e^(score - shift), to the sums [R, wide] of R queries; adds the
+// weights to `totals`.
 template <int R>
 inline void weigh(const float* scores, int64_t stride, const float* shifts, const float* values, int64_t wide,
                   int64_t count, float* sums, float* totals) {
@@ -184,7 +186,7 @@ struct AttentionBuffers {
 
 // Runs attention for `count` <= kTogether queries of one key head. queries, outputs: pointers to
 // [dim] floats. rows: each query's row in the slot. own: the columns of the slot and head. sinks: an
-// additional score per query that has no value, or null.
+// additional score per query, to which no value belongs; or null.
 inline void attend(const float* const* queries, const int64_t* rows, int64_t count, const AttentionMask& mask,
                    const Columns& own, int64_t dim, float scale, float cap, const float* sinks,
                    AttentionBuffers& buffers, float* const* outputs) {

@@ -1,4 +1,4 @@
-"""The compilation of the native library when the package is built or installed, which needs only setuptools.
+"""The compilation of the native library when the package is built or installed. This module needs only setuptools.
 
 The compiler is $CXX, else the system's, else that of the `ziglang` package, which `backend.py` requires if there is no
 other compiler. Without a compiler, the package is built without the library and runs on the eager engine.
@@ -21,7 +21,7 @@ from setuptools.command.build_py import build_py
 
 SOURCES = Path(__file__).parent
 LIBRARY = "libmedusa.so"
-# Compilers must not contract operations: the bits of a matmul's rows would depend on their choices.
+# Compilers must not fuse multiplications with additions: the bits of a row would depend on which ones they fuse.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-g0", "-Wall"]
 # Without asserts. `make sanitize` turns them on again with -UNDEBUG.
 FLAGS += ["-DNDEBUG"]
@@ -36,7 +36,7 @@ AMX = [*AVX512VNNI, "-mamx-tile", "-mamx-int8"]
 # step.cpp is compiled once per instruction set.
 X86 = {"avx2": AVX2, "avx512": AVX512, "avx512vnni": AVX512VNNI}
 RECENT = {"avxvnni": AVXVNNI, "amx": AMX}
-# Clang defines the macros of dot products on every Mac, so the instruction set has its own macro.
+# Clang defines the macros of dot products on every Mac, so the set is selected by a macro of its own.
 # zig knows only the second form of the flag, and GCC's intrinsics need the first form.
 NEON = (["-march=armv8.2-a+dotprod", "-DMEDUSA_NEON"], ["-mcpu=generic+dotprod", "-DMEDUSA_NEON"])
 

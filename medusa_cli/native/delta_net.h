@@ -148,7 +148,7 @@ inline void keep_inputs(const Model& m, float* state, const PathInputs& inputs, 
   const int64_t channels = DeltaRow(m).channels();
   const float* last[kKernel];
   path_inputs(inputs, row, m.kernel, last);
-  // Rows only move towards the front.
+  // Inputs only move towards the front, so none is overwritten before it has been moved.
   for (int64_t k = 1; k < m.kernel; k++) std::memmove(state + (k - 1) * channels, last[k], channels * sizeof(float));
 }
 

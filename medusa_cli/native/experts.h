@@ -6,8 +6,9 @@
 namespace medusa {
 namespace ISA {
 
-// Chooses two experts by sparsemixer. Each is the best of the experts that are left. Its weight is its
-// softmax over the remaining experts with scores close to its own.
+// Chooses two experts by sparsemixer. The second is the best expert apart from the first. An expert's
+// weight is its share in a softmax over the experts that it was chosen from, counting only those whose
+// scores are close to its own.
 inline void sparsemixer(const Model& m, int64_t n, const float* scores, Pick* picks) {
   const int64_t wide = padded(n, 16);
   for (int64_t pick = 0; pick < 2; pick++) {

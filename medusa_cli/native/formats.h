@@ -8,8 +8,9 @@
 //     vector j:  c0: 4j 4j+1 4j+2 4j+3 | c1: 4j .. 4j+3 | .. | c15: 4j .. 4j+3
 //
 // One integer dot-product instruction multiplies such a vector with four inputs of a row. Four-bit
-// numbers are packed into four vectors: the low halves of vector j are the unit's vector 2j, and
-// the high halves are vector 2j + 1. The fifth and sixth bits are stored in planes of 64 bytes.
+// numbers are packed into four vectors: the low halves of the bytes of packed vector j are the unit's
+// vector 2j, and the high halves are vector 2j + 1. The fifth and sixth bits are stored in planes of
+// 64 bytes.
 //
 //     value of input k in channel c  =  scale[group][c] * (q - zero)   or   scale[group][c] * q + offset[group][c]
 //
@@ -106,8 +107,8 @@ static constexpr bool holds_columns(int64_t format) { return format == F32 || fo
 // Returns the bytes of a matrix [n, k] in tiles. k must be a whole number of blocks.
 int64_t tiled_bytes(int32_t format, int64_t n, int64_t k);
 
-// Packs channels first .. end - 1 (multiples of 16, or end = n) of a matrix [n, k], which a file
-// stores row by row.
+// Packs channels first .. end - 1 of a matrix [n, k], which a file stores row by row. `first` is a
+// multiple of 16, and `end` is a multiple of 16 or n.
 void pack(int32_t format, const uint8_t* file, int64_t k, int64_t first, int64_t end, uint8_t* tiles);
 
 // Packs a file's row [k] into a channel (0 .. 15) of a tile.

@@ -1,4 +1,5 @@
-// Matmuls of rows outside of passes: the logits of states, the guesses of drafters, and embeddings.
+// What is computed outside of passes: products of rows, the logits of states, the guesses of drafters,
+// and embeddings.
 #pragma once
 
 #include "workspace.h"
@@ -66,8 +67,8 @@ inline void find_best_few(float* scores, int64_t n, int64_t width, int64_t* ids,
   }
 }
 
-// Returns the logarithm of the sum of e to the power of scores / temperature. most: the largest
-// score. Scores are padded with -infinity to a multiple of 16.
+// Returns the logarithm of the sum of e^(score / temperature) over n scores. most: the largest score.
+// Scores are padded with -infinity to a multiple of 16.
 inline float log_sum_exp(const float* scores, int64_t n, float most, float temperature) {
   const F shift = set(most), factor = set(1.0f / temperature);
   F total = set(0.0f);

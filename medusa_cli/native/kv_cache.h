@@ -1,4 +1,5 @@
-// The columns of a cache: one head's keys and values in the cache's number type, F32, F16 or Q8_0.
+// The columns of a cache. A column is the key and the value of one token in one head, in the cache's number type: F32,
+// F16 or Q8_0.
 //
 // Keys are a matrix in tiles (formats.h) whose channels are the columns. Values are rows as a file stores them. Each
 // column is rounded by itself, so its bits do not depend on other columns.
@@ -29,8 +30,8 @@ inline void put_channel(const T* row, int64_t k, int channel, uint8_t* tile) {
   for (int64_t d = 0; d < k; d++) out[kTile * d] = row[d];
 }
 
-// Rounds `wide` numbers (a multiple of 16 or 32) to a row in the layout of a GGUF file. First, numbers are limited to
-// the range of fp16, because masked columns must also be finite.
+// Rounds `wide` numbers (a multiple of 16, or of 32 in Q8_0) to a row in the layout of a GGUF file. First, numbers are
+// limited to the range of fp16, because even masked columns must be finite.
 inline void round_head(int32_t format, float* x, int64_t wide, uint8_t* row) {
   constexpr float limit = 65504.0f;
   for (int64_t d = 0; d < wide; d += 16) {

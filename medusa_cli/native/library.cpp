@@ -75,7 +75,7 @@ struct Features {
     // F, DQ, BW, VL
     avx512 = avx2 && zmm && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);
     avx512vnni = avx512 && (c >> 11 & 1);
-    const bool registers = (low & 0x60000) == 0x60000;  // the system keeps those of AMX
+    const bool registers = (low & 0x60000) == 0x60000;  // the system saves the registers of AMX
     amx = avx512vnni && registers && (d >> 24 & 1) && (d >> 25 & 1) && may_use_amx();
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
     avxvnni = avx2 && (a >> 4 & 1);
@@ -129,7 +129,7 @@ Choice chosen = {nullptr, nullptr};
 Pool& threads() {
   if (!pool || pool->threads() != wanted) {
     delete pool;
-    // No call must use the old pool if there is no memory for a new one.
+    // If there is no memory for a new pool, no later call may use the old one.
     pool = nullptr;
     pool = new Pool(wanted);
     wanted = pool->threads();  // the system may allow fewer
@@ -238,7 +238,8 @@ const char* medusa_layout() {
   return layout.text;
 }
 
-// These two return the inputs per block of a format, and the bytes of a block in a file; -1 for an unknown format.
+// The next two functions return the inputs per block of a format, and the bytes of a block in a file. They return -1
+// for an unknown format.
 int64_t medusa_block(int format) { return format < 0 || format >= kFormats ? -1 : info(format).block; }
 
 int64_t medusa_file_bytes(int format) { return format < 0 || format >= kFormats ? -1 : info(format).file_bytes; }

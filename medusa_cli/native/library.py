@@ -27,7 +27,7 @@ class Unavailable(Exception):
     """Reports why the native library cannot be used."""
 
 
-# The kinds of layers that mix rows, in the order of the library's enum Mixer.
+# The mixers of layers, in the order of the library's enum Mixer.
 MIXERS = ("attention", "short_conv", "delta_net")
 # The sizes of layers that follow the paths of a tree: the kernel size of convolutions, and the sizes
 # of delta nets.
@@ -70,7 +70,7 @@ class Declarations:
         return TYPES.get(kind) or self.classes[kind]
 
     def names(self, structure: str, kind: str) -> tuple[str, ...]:
-        """Returns the names of the fields of a structure whose type is `kind`."""
+        """Returns the names of those fields of a structure that have the type `kind`."""
         return tuple(name for own, name, _ in self.fields[structure] if own == kind)
 
     def layout(self) -> str:
@@ -125,7 +125,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @cache
 def library() -> Any:
-    """Loads the library once; raises Unavailable if it was not compiled or does not fit this machine.
+    """Loads the library once; raises Unavailable if it was not compiled, cannot be loaded, or has another version.
 
     The library uses the CPU's fastest instruction set, or that in MEDUSA_CPU, and `cpu_count()` threads.
     """
@@ -161,7 +161,7 @@ def library() -> Any:
 
 
 def check(code: int, fault: str, error: type[Exception] = ValueError) -> None:
-    """Raises MemoryError or `error`, if a function's result `code` reports missing memory or bad arguments."""
+    """Raises MemoryError if a function's result `code` means missing memory, or `error` if it means another fault."""
     if code == NO_MEMORY:
         raise MemoryError("the system gave the native library no more memory")
     if code:

@@ -1,9 +1,10 @@
 // Matmuls of rows with matrices in tiles.
 //
-// A share of a matmul is some tiles of 16 channels for all rows. A tile is unpacked into bytes with
-// scales for 8-bit rows, or into floats for rows of floats. With few 8-bit rows, each block of rows
-// unpacks the tile again, unit by unit, and stores nothing. With many 8-bit rows, or with rows of
-// floats, 256 inputs of the tile are unpacked and stored, and blocks of rows are multiplied with them:
+// A share of a matmul is some tiles of 16 channels for all rows. For 8-bit rows, a tile is unpacked
+// into bytes with scales; for rows of floats, a tile is unpacked into floats. With few 8-bit rows,
+// each block of rows unpacks the tile again, unit by unit, and stores nothing. With many 8-bit rows,
+// or with rows of floats, 256 inputs of the tile are unpacked and stored, and blocks of rows are
+// multiplied with them:
 //
 //                 256 inputs                 16 channels
 //     row 0   [ x x x x . . . ]            [ w w w w . . ]
@@ -33,7 +34,7 @@ struct Rows {
   float* scale;      // [rows, stride / 32]
   float* offset32;   // scale * sum of a group
   float* offset16;   // [rows, stride / 16], for half groups
-  int32_t* zero[5];  // -zero * sum: zeros 8, 16, 128 for groups [rows, stride / 32], 32, 4 for half groups
+  int32_t* zero[5];  // -zero * sum: of groups [rows, stride / 32] for zeros 8, 16, 128; of half groups for 32, 4
 
   Rows from(int64_t row) const {
     const int64_t groups = row * (stride / 32), halves = row * (stride / 16);
@@ -52,11 +53,11 @@ struct Rows {
 
 constexpr int kZeros[5] = {8, 16, 128, 32, 4};
 
-// A group is rounded to zero if its largest input is below this, because 127 divided by such an input
-// may be infinite.
+// If the absolute values of all inputs of a group are below this number, the group is rounded to zeros,
+// because 127 divided by such a value may be infinite.
 constexpr float kLeastSize = 1e-30f;
 
-// Rounds inputs first .. end - 1 (multiples of 32) of one row to 8 bits.
+// Rounds inputs first .. end - 1 of one row to 8 bits. `first` and `end` are multiples of 32.
 inline void round_row(const Rows& row, int64_t first, int64_t end) {
   assert(row.q && first % kUnit == 0 && end % kUnit == 0 && 0 <= first && end <= row.stride);
   for (int64_t g = first / 32; g < end / 32; g++) {
@@ -83,14 +84,14 @@ inline void round_row(const Rows& row, int64_t first, int64_t end) {
   }
 }
 
-// A kernel's inputs: 8-bit rows, from some row and some input on.
+// The inputs of the functions below: 8-bit rows, from a given row and a given input on.
 struct Inputs {
   const int8_t* q;
   const float* scale;
   const float* offset;
   const int32_t* zero;
   int64_t stride;  // of q
-  int64_t units;   // per row of scale; offset and zero have as many, or twice as many
+  int64_t units;   // numbers per row of scale; a row of offset or zero has as many, or twice as many
 };
 
 template <int FORMAT>
@@ -189,8 +190,8 @@ inline void multiply_packed(const uint8_t* tile, int64_t units, const Inputs& x,
   }
 }
 
-// Adds the dot products of R rows with unpacked floats to sums [R, 16]. Even and odd inputs are
-// summed separately before they are added.
+// Adds the dot products of R rows with unpacked floats to sums [R, 16]. The products of even inputs and
+// those of odd inputs are summed separately before the two sums are added.
 template <int R>
 inline void add_floats(const Floats& w, const float* x, int64_t stride, float* sums) {
   for (int lane = 0; lane < kTile; lane += kLanes) {
@@ -271,12 +272,13 @@ inline void add_bytes_amx(const Bytes& w, const Inputs& x, const uint8_t* ahead,
   MEDUSA_UNROLL for (int r = 0; r < R; r++) store_l(sums + r * kTile, total[r]);
 }
 
-// From this many rows on, AMX is faster. With AMX, a unit takes nearly as long for one row as for 16.
+// From this many rows on, AMX is faster than other instructions. With AMX, a unit takes nearly as long
+// for one row as for 16.
 constexpr int64_t kLeastAmxRows = 9;
 
 inline bool uses_amx(int32_t format, int64_t rows) { return info(format).group == kUnit && rows >= kLeastAmxRows; }
 
-// Does the same as multiply_bytes, for formats with one group per unit.
+// Does by AMX what multiply_bytes does, for formats with one group per unit.
 template <int FORMAT>
 inline void multiply_bytes_amx(const uint8_t* tile, int64_t k, const Rows& x, int64_t rows, Bytes& unpacked,
                                float* sums) {
@@ -337,8 +339,8 @@ inline void multiply_floats(const Matrix& m, const uint8_t* tile, const Rows& x,
   }
 }
 
-// Computes y [rows, ldy] = x W^T + bias, or adds it to y, for the channels of tiles
-// first .. end - 1. y begins at channel 16 * first.
+// Sets y [rows, ldy] to x W^T + bias, or adds x W^T + bias to y if `add_to` is true, for the channels of
+// tiles first .. end - 1. y begins at channel 16 * first.
 inline void multiply(const Matrix& m, const Rows& x, int64_t rows, int64_t first, int64_t end, float* y, int64_t ldy,
                      bool add_to) {
   alignas(64) float sums[kPanel][kTile];

@@ -128,7 +128,7 @@ class RawMatrix:
     def is_finite(self) -> bool:
         """Returns False if a scale of a quantized matrix is not finite; matrices of floats are not checked.
 
-        When rows are rounded to 8 bits, a number that is not finite may become finite.
+        Outputs may not show such a scale: rounding rows to 8 bits may make a number finite that is not.
         """
         if self.format.is_float:
             return True
@@ -225,7 +225,7 @@ class PackedMatrix:
         return y[:, : self.shape[0]]
 
     def embed(self, ids: NDArray[np.int64], scale: float = 1.0, width: int | None = None) -> Floats:
-        """Returns the matrix's rows [count, width] for ids, times a scale. width: None means that of the matrix.
+        """Returns the rows [count, width] of the matrix for ids, times a scale. A width of None is the matrix's own.
 
         Raises IndexError if the matrix has no row for an id.
         """

@@ -86,7 +86,7 @@ inline F squared_relu(F x) {
   return mul(positive, positive);
 }
 
-// Returns (alpha x + beta) x above 0, and alpha_below (exp(x) - 1 - x) + beta x below.
+// Returns (alpha x + beta) x if x is above 0, else alpha_below (exp(x) - 1 - x) + beta x.
 inline F xielu(const Activation& own, F x) {
   const F above = max(x, set(0.0f)), below = min(x, set(0.0f));
   const F curve = sub(sub(exp(below), set(1.0f)), below);

@@ -38,7 +38,7 @@ def _from_multiple(memory: Bytes, multiple: int, size: int) -> Bytes:
 
 
 def lazy_zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns zeros that take memory once they are written; raises MemoryError if address space is refused."""
+    """Returns zeros that take memory only once they are written; raises MemoryError if address space is refused."""
     size = dtype.itemsize * math.prod(shape)
     if not size:
         return torch.zeros(shape, dtype=dtype)

@@ -26,8 +26,8 @@ struct PathInputs {
   const int64_t* parents;  // -1: the row continues the prefix
 };
 
-// Sets the parent of each of `rows` rows to the last earlier row that it sees, or else to -1.
-// seen [rows, stride]: which rows each row sees.
+// Sets the parent of each of `rows` rows to the last earlier row that it sees, or to -1 if it sees no
+// earlier row. seen [rows, stride]: which rows each row sees.
 inline void find_parents(const uint8_t* seen, int64_t stride, int64_t rows, int64_t* parents) {
   for (int64_t r = 0; r < rows; r++) {
     int64_t parent = r - 1;
@@ -57,18 +57,18 @@ inline void path_inputs(const PathInputs& slot, int64_t row, int64_t kernel, con
 // state after the row.
 struct Walk {
   static constexpr int64_t kSlot = -1;   // the slot's own state
-  static constexpr int64_t kNone = -2;   // no row continues from it
+  static constexpr int64_t kNone = -2;   // the state is not stored, as no row continues from it
   List<int64_t> from, to;
-  int64_t branches = 0;  // states besides the slot's that exist at the same time
+  int64_t branches = 0;  // how many states exist at the same time, besides the slot's own
 
-  // All rows stay: each row continues from the row before it and updates the slot's state.
+  // For a chain whose rows all stay: each row continues from the row before it and updates the slot's state.
   void chain(int64_t rows) {
     from.assign(rows, kSlot);
     to.assign(rows, kSlot);
     branches = 0;
   }
 
-  // The slot's own state does not change. A row's last child overwrites the row's state.
+  // For a tree: the slot's own state does not change. A row's last child overwrites the row's state.
   void tree(const int64_t* parents, int64_t rows) {
     from.assign(rows, kSlot);
     to.assign(rows, kNone);

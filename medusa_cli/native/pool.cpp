@@ -9,25 +9,25 @@ namespace medusa {
 
 namespace {
 
-// About one microsecond passes between two jobs of a step, and about 100 between two steps or two
-// matrices of a drafter.
+// The number of times that an idle thread looks for a job before it sleeps. About one microsecond passes
+// between two jobs of a step, and about 100 microseconds between two steps or two matrices of a drafter.
 constexpr int kSpins = 10000;
-// The number of polls before the caller yields its CPU, because a thread that has taken a share may be
-// waiting for this CPU.
+// The number of times that the caller checks if the job is done before it yields its CPU. A thread that
+// has taken a share may be waiting for this CPU.
 constexpr int kPolls = 20000;
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
-  // Waits for some ten nanoseconds, like x86's pause; a yield returns at once.
+  // isb waits for some ten nanoseconds, like x86's pause; the instruction yield would return at once.
   asm volatile("isb");
 #endif
 }
 
-// Returns the share of the job that a ticket stands for. Threads take tickets roughly in turn, so each
-// thread gets neighboring shares: the memory that it prefetches beyond one share belongs to its next
-// share.
+// Returns the share of the job that a ticket stands for. Threads take tickets roughly in turn, and
+// tickets that are `threads` apart stand for neighboring shares. So the memory that a thread prefetches
+// beyond the end of its share mostly belongs to the thread's next share.
 int64_t share_of(int64_t ticket, int64_t shares, int threads) {
   const int64_t lane = ticket % threads, each = shares / threads, rest = shares % threads;
   return lane * each + std::min(lane, rest) + ticket / threads;

@@ -2,8 +2,8 @@
 //
 // A job is split into many small shares, which threads take from one counter. A thread that the
 // system interrupts delays only the share that it has taken. Idle threads spin some 10,000 times
-// and then sleep, because while other programs run, spinning threads would take the CPU from a thread
-// that works.
+// and then sleep. If they spun for longer while other programs run, they would take the CPU from a
+// thread that works.
 #pragma once
 
 #include <atomic>
@@ -48,9 +48,9 @@ class Pool {
   bool take(int thread);
   void sleep(uint64_t seen);
 
-  // `job_` holds the job's number (16 bits), its shares (24) and the next ticket (24). So one atomic
-  // addition takes a ticket and shows if there is a share for the ticket, and a late thread never
-  // mistakes one job for another.
+  // `job_` holds the job's number (16 bits), its number of shares (24 bits) and the next ticket (24
+  // bits). So one atomic addition takes a ticket and shows if there is a share for the ticket, and a
+  // late thread never mistakes one job for another.
   static constexpr int kBits = 24;
   static constexpr int64_t kMask = (int64_t(1) << kBits) - 1;
 

@@ -194,7 +194,7 @@ struct Mlp {
 };
 
 // Computes act(gate) * up, or act(up) without a gate, for pairs of tiles. Each pair is rounded as soon
-// as it is computed, since its 32 channels form a group of the next matmul.
+// as it is computed, since its 32 channels form a group of inputs of the next matmul.
 inline void gated(Pool& pool, const List<Mlp>& mlps, const Activation& activation, const Rows& x, const Rows& inner,
                   Shares& shares, Buffer<float>& buffer) {
   int64_t most = 0;
@@ -226,7 +226,7 @@ inline void gated(Pool& pool, const List<Mlp>& mlps, const Activation& activatio
             store(out + i, has_gate ? gate_by(activation, value, load(up + at)) : activate(activation, value));
           }
         }
-        // In a loop of its own, the rounding of a row need not wait for the row's activations.
+        // Rows are rounded in a second loop: right after a row's activations, its rounding would wait for them.
         for (int64_t r = 0; inner.q && r < mlp.rows; r++) {
           round_row(inner.from(mlp.first + r), first * kTile, first * kTile + kUnit);
         }

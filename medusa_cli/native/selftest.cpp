@@ -3,8 +3,8 @@
 //
 //     selftest [DIGEST]     ->     SET DIGEST
 //
-// All sets, compilers and machines give one digest. Exits with status 1 if a case differs, or if the digest is not the
-// given one.
+// All sets, compilers and machines give the same digest. Exits with status 1 if the bits of a case differ, or if a
+// set's digest is not DIGEST.
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -52,7 +52,7 @@ uint64_t hash_of(const std::vector<float>& x, uint64_t hash = 0xcbf29ce484222325
   return hash_of(x.data(), x.size() * sizeof(float), hash);
 }
 
-// Numbers that are the same on every machine: a linear congruential generator, scaled exactly.
+// Random numbers that are the same on every machine: those of a linear congruential generator, scaled exactly.
 struct Noise {
   uint64_t state;
 
@@ -85,7 +85,8 @@ float* gain(int64_t n) {
   return both;
 }
 
-// The places of a block's 16-bit scales, and the size of each.
+// The byte positions of the 16-bit scales in a block, -1 for none, and how large each of them becomes, compared with a
+// weight in a format of floats.
 struct Scales {
   int at[2];
   float size[2];
@@ -109,7 +110,7 @@ Scales scales_of(int format) {
   }
 }
 
-// Returns a random matrix in tiles. Some scales are subnormal, and some scales of MXFP4 are the smallest.
+// Returns a random matrix in tiles. Some scales are subnormal, and some scales of MXFP4 are the three smallest.
 Matrix matrix(int format, int64_t n, int64_t k, bool int8_rows, bool bias = false) {
   const FormatInfo& f = info(format);
   Noise noise{seed++};
@@ -155,7 +156,8 @@ struct Case {
   std::function<uint64_t()> hash;
 };
 
-// Multiplies 1 to 20 rows, and more rows than a panel has. Exits if a row's bits depend on their number.
+// Multiplies 1 to 20 rows, and 70 rows, which are more than a panel holds. Exits if a row's bits depend on the number
+// of rows.
 uint64_t products(const Matrix& m, const float* x) {
   const int64_t wide = padded(m.n, kTile), most = 70;
   std::vector<float> all(most * wide), some(most * wide);
@@ -215,7 +217,8 @@ void add_matrices(std::vector<Case>& cases) {
   }});
 }
 
-// Makes rotary tables from repeated rotations by rational angles, as sines may differ between systems.
+// Makes rotary tables by repeated rotations, by angles with rational sines and cosines: the results of std::sin may
+// differ between systems.
 void add_rotary(Model& m, int64_t half) {
   float* cos = floats(m.positions * half);
   float* sin = floats(m.positions * half);
@@ -325,7 +328,7 @@ struct Tiny {
     }
   }
 
-  // Runs rows in both slots: a chain, or a tree in which row r follows row (r - 1) / 2.
+  // Runs rows in both slots: a chain, or a tree in which the parent of row r is row (r - 1) / 2.
   uint64_t step(int64_t length, int64_t count, bool tree, const float* start) {
     std::vector<uint8_t> seen(count * count);
     std::vector<int32_t> positions(kSlots * count);

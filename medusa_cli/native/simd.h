@@ -1,26 +1,27 @@
 // Vectors for one instruction set, which the compiler's flags select: simd_avx512.h, simd_avx2.h,
-// simd_neon.h or simd_generic.h. Each implements the same operations.
+// simd_neon.h or simd_generic.h. Each of these files implements the same operations.
 //
 // Floats come in vectors of 16 lanes (F), regardless of the width of registers. Lanes are summed in
 // a fixed order, so all instruction sets give the same bits.
 //
-// Matmuls of 8-bit rows work on kLanes channels, as many as fit in a register: four bytes per channel
-// (B), floats (L), and 32-bit integers (I). Sums of integers are exact, so their order does not matter.
+// Matmuls of 8-bit rows work on kLanes channels at once, as many as fit in a register. For each
+// channel, a vector holds four bytes (B), a float (L) or a 32-bit integer (I). Sums of integers are
+// exact, so their order does not matter.
 //
-//     load_half, load_bf16      16 floats from 16 bits each
+//     load_half, load_bf16      16 floats from numbers of 16 bits
 //     store_half                stores 16 floats, all in the range of halves, as halves: to nearest, ties to even
 //     set_half                  all lanes from one half
 //     load_i8                   16 floats from signed bytes
-//     load_byte_of_4            byte `i` (0 .. 3) of each of 16 groups of four bytes
+//     load_byte_of_4            byte `i` (0 .. 3) of each of 16 groups of four bytes, as floats
 //     choose                    the lanes of a whose bit of the mask is set, else those of b
 //     zero_below                the lanes of a for which x >= limit; the other lanes are 0
 //     scale2                    a times 2 to the power of n; n holds whole numbers
 //     store_i8                  stores 16 whole numbers as bytes
-//     right, left               shift bytes or, in some sets, pairs of bytes: callers mask bits of the other byte
+//     right, left               shift bytes or, in some sets, pairs of bytes; callers clear bits of the other byte
 //     table_b, look_up          a table of 16 bytes, indexed by bytes below 16
-//     half_l, u8_l, i8_l        kLanes floats from 16-bit floats and from bytes
-//     half_powers_l             2^(e - 128) for each byte e: half of the float whose exponent is e, which is
-//                               subnormal for e = 0
+//     half_l, u8_l, i8_l        kLanes floats from fp16 numbers, unsigned bytes and signed bytes
+//     half_powers_l             2^(e - 128) for each byte e: half of the float whose exponent bits are e; for
+//                               e = 0, this float is subnormal
 //     dot<BITS, COUNT>          `first` plus the dot products of COUNT vectors of weights of BITS bits with
 //                               4 * COUNT inputs of a row
 //     kBlockRows                rows that a matmul processes at once: as many as fit in registers next to a
@@ -43,7 +44,8 @@
 #define MEDUSA_UNROLL _Pragma("GCC unroll 16")
 #endif
 
-// For functions whose vectors must stay in registers. Some are so long that GCC would not inline them.
+// For functions whose vectors must stay in registers. Some of these functions are so long that GCC
+// would not inline them.
 #define MEDUSA_INLINE __attribute__((always_inline)) inline
 
 // All code that is compiled once for each instruction set must be in the namespace ISA, or be static.
@@ -75,12 +77,13 @@ struct Allocator : std::allocator<T> {
   Allocator(const Allocator<U>&) {}
 };
 
-// A vector with code of its own for this instruction set, because its name includes this namespace.
+// A std::vector whose code the linker does not share between instruction sets, because the name of its
+// type includes the namespace ISA.
 template <class T>
 using List = std::vector<T, Allocator<T>>;
 
-// Returns e to the power of a for a <= 88; 0 below -87. Over all floats, the largest error is 1.27 units
-// in the last place.
+// Returns e to the power of a, for a <= 88; if a is below -87, returns 0. Over all floats, the largest
+// error is 1.27 units in the last place.
 //
 // The method and its constants are those of expf in the Cephes library: x = n log(2) + f, where log(2) is
 // split into a number of few bits and a small rest, and a polynomial of f is multiplied by 2^n.

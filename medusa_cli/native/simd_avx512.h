@@ -81,8 +81,8 @@ using I = __m512i;
 inline I set_i(int32_t a) { return _mm512_set1_epi32(a); }
 inline L to_floats(I a) { return _mm512_cvtepi32_ps(a); }
 #if defined(__AVX512VNNI__)
-// Adds the products of four weights per channel with four inputs. The instruction reads and repeats
-// the inputs itself; for the intrinsic, GCC adds a second instruction.
+// Adds the products of four weights per channel with four inputs. The instruction itself reads the
+// inputs and repeats them for all channels. With the intrinsic, GCC would add a second instruction.
 inline I add_products(I total, B weights, const int8_t* x) {
   using Four = int32_t __attribute__((may_alias));
   const Four& inputs = *reinterpret_cast<const Four*>(x);

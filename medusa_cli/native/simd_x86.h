@@ -1,5 +1,5 @@
-// The operations that AVX2 and AVX-512 share: sums and maxima over lanes, and dot products, which use
-// the functions of simd_avx2.h or simd_avx512.h.
+// The operations that AVX2 and AVX-512 share: sums and maxima over lanes, and dot products. Their code
+// uses the functions of simd_avx2.h or simd_avx512.h.
 #pragma once
 
 namespace medusa {
@@ -22,8 +22,8 @@ inline float largest(F a) {
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
-// One instruction adds four products of an unsigned and a signed byte to a 32-bit sum, so weights need
-// no sign.
+// One instruction adds four products of an unsigned byte and a signed byte to a 32-bit sum, so 8-bit
+// weights can be unsigned, too.
 constexpr bool kUnsignedBytes = true;
 
 template <int BITS, int COUNT>
@@ -37,9 +37,9 @@ inline I dot(I first, const B* weights, const int8_t* x) {
 
 constexpr bool kUnsignedBytes = false;
 
-// Sums of two products have 16 bits. As inputs are at most 127, 8 such sums can be added for 4-bit
-// weights (8 * 2 * 15 * 127 = 30,480), 4 for 5-bit weights, 2 for 6-bit weights, and 1 for 8-bit
-// weights. The sign of an 8-bit weight is moved to the row's input.
+// The instruction adds two products to a sum of 16 bits. As inputs are at most 127, 16 bits can hold
+// the total of 8 such sums for 4-bit weights (8 * 2 * 15 * 127 = 30,480), of 4 for 5-bit weights, of 2
+// for 6-bit weights, and of 1 for 8-bit weights. The sign of an 8-bit weight is moved to the row's input.
 template <int BITS, int COUNT>
 inline I dot(I first, const B* weights, const int8_t* x) {
   constexpr int fit = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;

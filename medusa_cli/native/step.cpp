@@ -29,12 +29,13 @@ void norm_and_rotate(const Model& m, const Layer& layer, float* head, const floa
 }
 
 // Subtracts a head's unrotated bias from its key, in the dimensions that rotate by less than a radian within 16,384
-// positions. All keys lose the same numbers. This changes all scores of a query by one number, so the softmax stays the
-// same. What is left of a key is smaller: in Qwen2.5, biases reach 240, and the rest of a key only some 10.
+// positions. All keys lose the same numbers. This changes all scores of a query by the same number, so the softmax
+// stays the same. What is left of a key has smaller numbers: in Qwen2.5, biases reach 240, and the numbers that are
+// left reach only some 10.
 void leave_out_bias(const Model& m, const Layer& layer, int64_t head, float* key) {
   const int64_t half = m.rotary[layer.table] / 2;
-  // The tables at position 1: `turn` is the sine of the angle per position, nearly the angle
-  // itself.
+  // scale: the cosines at position 0, which equal the constant factor of the table. turn: the sines at position 1,
+  // nearly the angles by which pairs turn per position.
   const float *scale = m.cos[layer.table], *turn = m.sin[layer.table] + half;
   const float* bias = layer.key.bias + head * layer.dim;
   for (int64_t i = 0; i < half; i++) {
@@ -91,8 +92,8 @@ void attend_all(Pool& pool, const Model& m, const Layer& layer, const List<Span>
   const Widths widths(m, layer);
   const int64_t dim = layer.dim, groups = m.heads / layer.kv;
   const float* own_sinks = layer.sinks;
-  // A head's queries are split into blocks of up to kTogether queries, as each block reads all columns. If there would
-  // be fewer blocks than threads, blocks are smaller.
+  // A head's queries are split into blocks of up to kTogether queries. Blocks should be large, as each block reads all
+  // columns. They are smaller only if there would otherwise be fewer blocks than threads.
   int64_t together = kTogether;
   const auto blocks_of = [&](const Span& span) { return (span.rows * groups + together - 1) / together; };
   const auto all_blocks = [&] {
@@ -181,7 +182,7 @@ void add_inputs(Pool& pool, const Model& m, const Layer& layer, int64_t index, c
   add_product(pool, layer.input_out, inner, rows, layer.input_norm, m, step.x, stride, work);
 }
 
-// Multiplies the output of attention by the sigmoid of its gates.
+// Multiplies the output of attention by the sigmoid of the output gates.
 void gate_outputs(Pool& pool, const Model& m, const Layer& layer, const float* qkv, int64_t rows,
                   const Rows& attended) {
   const Widths widths(m, layer);
@@ -192,8 +193,8 @@ void gate_outputs(Pool& pool, const Model& m, const Layer& layer, const float* q
   });
 }
 
-// Multiplies normalized rows with a layer's queries, keys and values; returns the products, and
-// writes keys and values into the cache.
+// Multiplies normalized rows with a layer's matrices for queries, keys, values and output gates; returns
+// the products, and writes keys and values into the cache.
 float* project(Pool& pool, const Model& m, const Layer& layer, const List<Span>& spans, const int32_t* positions,
                const Rows& read, Workspace& work) {
   const Widths widths(m, layer);
@@ -295,7 +296,7 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
                    step.positions + s * step.rows, window);
       }
     }
-    // Files may mix formats, so rows are rounded to 8 bits if any of the matrices that read them needs it.
+    // Files may mix formats, so rows are rounded to 8 bits if any matrix that reads them needs 8-bit rows.
     const Rows read = work.normed.rows(rows, m.hidden, reads_int8(layer));
     norm_rows(pool, m, step.x, stride, layer.attention_norm, read, rows);
     const Rows attended = mixer_output(pool, m, cache, step, i, read, work);
@@ -335,7 +336,8 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
   }
 }
 
-// Returns the rows that attention reads: normalized embeddings, if there are any, and normalized states.
+// Returns the rows that attention reads. In each row, the normalized embedding, if there is one, precedes the
+// normalized state.
 Rows draft_reads(Pool& pool, const Model& m, const DraftPass& pass, int64_t rows, Workspace& work) {
   const Layer& layer = *m.layer;
   const int64_t before = pass.embedded ? m.hidden : 0;

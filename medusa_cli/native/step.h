@@ -21,7 +21,8 @@ struct Functions {
   void (*embed)(Pool&, const Matrix&, const int64_t* ids, int64_t count, float scale, float* out, int64_t ldo);
 };
 
-// The lengths of a head's key and value in a cache of some type, padded to whole blocks or vectors.
+// The lengths of a head's key and value in a cache, in numbers. Both are padded to whole blocks of the
+// format, and values also to whole vectors of 16.
 static constexpr int64_t key_numbers(int32_t format, int64_t dim) { return padded(dim, info(format).block); }
 
 static constexpr int64_t value_numbers(int32_t format, int64_t dim) { return padded(key_numbers(format, dim), 16); }
@@ -35,7 +36,7 @@ static constexpr int64_t value_bytes(int32_t format, int64_t dim) {
   return value_numbers(format, dim) / info(format).block * info(format).file_bytes;
 }
 
-// These return where a layer's keys and values of a slot begin in the cache.
+// The next two functions return where a layer's keys and values of a slot begin in the cache.
 static inline uint8_t* keys_of(const Cache& cache, const Layer& layer, int64_t slot) {
   assert(0 <= slot && slot < cache.slots && layer.place >= 0);
   assert(layer.kv * key_bytes(cache.format, layer.dim) <= cache.key_bytes);

@@ -19,8 +19,8 @@ struct Bytes {
 // Weights are prefetched this many bytes ahead of their use.
 constexpr int64_t kAhead = 6144;
 
-// The next functions unpack kLanes channels from `lane` on. This function unpacks four vectors of
-// nibbles into eight vectors of bytes.
+// The next three functions unpack kLanes channels from `lane` on. The first of them unpacks four
+// vectors of nibbles into eight vectors of bytes.
 inline void split_nibbles(const uint8_t (*packed)[64], int lane, B* q) {
   const B low = set_b(15);
   MEDUSA_UNROLL for (int j = 0; j < 4; j++) {
@@ -30,7 +30,7 @@ inline void split_nibbles(const uint8_t (*packed)[64], int lane, B* q) {
   }
 }
 
-// Always inlined: without inlining, GCC made AVX-512's formats of five bits 1.8 times slower.
+// Always inlined: when it was not, GCC's code for formats of five bits was 1.8 times slower with AVX-512.
 MEDUSA_INLINE void add_fifth_bits(const uint8_t* plane, int lane, B* q) {
   const B bits = load_b(plane + 4 * lane), fifth = set_b(16);
   q[0] = or_b(q[0], and_b(left<4>(bits), fifth));
@@ -54,7 +54,7 @@ inline void add_upper_pairs(const uint8_t (*planes)[64], int lane, B* q) {
   }
 }
 
-// Replaces codes of e2m1 with twice their values plus 16. The results are bytes of five bits with the
+// Replaces codes of e2m1 with 16 plus twice their values. The results are bytes of five bits with the
 // same zero as in Q5_0.
 inline void look_up_e2m1(B* q) {
   alignas(16) static constexpr uint8_t numbers[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
@@ -81,7 +81,7 @@ inline const Tile& block_of(const uint8_t* blocks, uint64_t index) {
 inline L negated(L a) { return mul_l(a, set_l(-1.0f)); }
 
 // Unpacks kLanes channels of a unit, from `lane` on, into vectors q[8] and the scales and offsets of
-// its groups. SIGNED: the format's zero is subtracted. `unit` is unsigned, so that divisions of it are shifts.
+// its groups. SIGNED: the format's zero is subtracted. `unit` is unsigned, so that unit / 8 is a shift.
 template <int FORMAT, bool SIGNED>
 MEDUSA_INLINE void unpack_unit(const uint8_t* blocks, uint64_t unit, int lane, B* q, L* scale, L* offset) {
   if constexpr (FORMAT == Q4_0) {

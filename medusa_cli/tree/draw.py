@@ -13,7 +13,7 @@ STRONG = 0.3
 
 
 def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
-    """Returns a rich renderable that shows each node's rank and, given accuracies, its probability."""
+    """Returns a rich renderable that shows each node's guess and, given accuracies, its probability of acceptance."""
     from rich.text import Text
     from rich.tree import Tree as Lines
 
@@ -84,7 +84,7 @@ def draw_nodes(axes: Any, tree: Tree, values: Sequence[float]) -> None:
 
 
 def columns(tree: Tree) -> list[float]:
-    """Returns the horizontal position of each node: leaves are in order, each parent is centered over its children."""
+    """Returns each node's horizontal position. Leaves follow the order of paths; parents are centered over children."""
     x = [0.0] * tree.size
     for column, leaf in enumerate(sorted(tree.leaves, key=tree.path)):
         x[leaf] = float(column)

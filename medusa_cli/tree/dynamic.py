@@ -10,7 +10,7 @@ from medusa_cli.tree.tree import Tree
 
 @dataclass(frozen=True)
 class Prices:
-    """Holds the costs of drafting, in the number of accepted draft tokens that makes up for each cost.
+    """Holds the costs of drafting. A cost is the number of draft tokens that must be accepted to make up for it.
 
     passes: the added cost of a pass over 1, 2, .. nodes per sequence, relative to a pass over only
     the root. levels: the cost of drafting 1, 2, .. levels. hits: the probability that each head's
@@ -26,7 +26,7 @@ class Prices:
         return replace(self, passes=self.passes[rows:])
 
     def best_size(self, chances: Sequence[Sequence[float]]) -> int:
-        """Returns the number of nodes per sequence for which expected acceptance less price is highest.
+        """Returns the number of nodes per sequence that maximizes the expected accepted tokens minus the price.
 
         chances: for each sequence, the probabilities of acceptance of its nodes below the root, highest first.
         """
@@ -48,9 +48,9 @@ class Prices:
     ) -> list[list[bool]]:
         """Returns, for each node of a level, True if its children are worth drafting with a head.
 
-        size: the number of nodes per sequence that pay so far. chances: for each sequence, the
+        size: the result of `best_size` for the levels drafted already. chances: for each sequence, the
         probabilities of acceptance of the level's nodes. The next level as a whole must make up for
-        the time that drafting it takes.
+        the cost of drafting it.
         """
         if head >= min(len(self.levels), len(self.hits)) or size >= len(self.passes):
             return [[False] * len(own) for own in chances]
@@ -65,8 +65,8 @@ class Prices:
 class DynamicTree:
     """Limits a tree that grows in each step: at most `budget` nodes including the root.
 
-    A head's confidences are its softmax at its own temperature (1 by default), which `calibrate`
-    fits. With prices, the tree grows only as long as growth pays.
+    A head's confidences are the softmax of its scores at the head's own temperature (1 by default),
+    which `calibrate` fits. With prices, the tree grows only as long as growth pays.
     """
 
     budget: int
@@ -84,9 +84,9 @@ class DynamicTree:
 
 
 class TreeBuilder:
-    """Grows the tree of one step level by level; the best `budget - 1` candidates stay.
+    """Grows the tree of one step level by level; the best `budget - 1` nodes below the root stay.
 
-    A node's value is the product of the confidences along its path, so it is never above its parent's value. If a node
+    A node's value is the sum of the log confidences along its path, so it is never above its parent's value. If a node
     is among the best, so are its ancestors. GrowingTrees does the same with tensors, which is slower on a CPU.
     """
 
@@ -139,7 +139,7 @@ class TreeBuilder:
 
     def tree(self, size: int) -> tuple[Tree, list[int]]:
         """Returns the tree of the best `size` nodes, including the root, and their tokens."""
-        # The sort is stable: of two equal nodes, the earlier, which is never deeper, comes first.
+        # The sort is stable: of two nodes with equal values, the earlier, which is never deeper, comes first.
         best = sorted(range(1, len(self._values)), key=lambda node: -self._values[node])
         kept = [0, *sorted(best[: size - 1])]
         return Tree.select(self.parents, self._ranks, kept), [self.tokens[node] for node in kept]

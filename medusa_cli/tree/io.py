@@ -8,7 +8,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.files.io import convert, read_json, write_json
 from medusa_cli.tree.tree import Tree
 
-# A step verifies all N nodes at once, with an N x N mask. No machine benefits from more nodes.
+# A step verifies all N nodes at once, with an N x N mask. No machine benefits from more nodes than this.
 MAX_NODES = 1024
 REMEDY = "make one with `medusa tree`, or give a list of rank paths"
 

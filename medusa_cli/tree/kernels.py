@@ -1,4 +1,4 @@
-"""Triton kernels of draft trees, one program per tree; their twins in torch: `tree.tensors` and `decode.accept`."""
+"""Triton kernels of draft trees, one program per tree. In torch, `tree.tensors` and `decode.accept` do the same."""
 
 # mypy: disable-error-code="misc, no-untyped-def, no-untyped-call"
 
@@ -19,7 +19,7 @@ KNOWN = tl.constexpr(float("inf"))
 
 @triton.jit
 def value_of(c, inside, nodes, scores, log_p, grows, N: tl.constexpr, W: tl.constexpr):
-    """Returns the values of N nodes and, after them, of W children of each node; only depth `grows` has children."""
+    """Returns the values at places c of a list: N nodes, then W children of each; only depth `grows` has children."""
     is_child = c >= N
     node = tl.where(is_child, (c - N) // W, c)
     if scores is None:
@@ -57,7 +57,7 @@ def grow_kernel(
     BN: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Keeps the best of a tree's nodes and children, as many as the outline has nodes; see `GrowingTrees.extend`."""
+    """Keeps as many of a tree's best nodes and children as the outline has nodes; see `GrowingTrees.extend`."""
     b = tl.program_id(0).to(tl.int64)
     outline += b * of_outline
     nodes += b * of_nodes
@@ -75,7 +75,7 @@ def grow_kernel(
     grows = tl.where(head < levels, head, -1)
     c = tl.arange(0, BC)
     value = value_of(c, c < N + N * W, nodes, scores, log_p, grows, N, W)
-    # Keys are integers in the order of the values. The bound is the largest that `size` keys reach.
+    # Keys are integers in the order of the values. The bound is the largest number that `size` keys reach.
     bits = value.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
     bound = tl.full((), 0, tl.int64)
@@ -202,7 +202,7 @@ def longest_path_kernel(
     place = tl.cumsum(here.to(tl.int32), 0) - 1
     tl.store(path + place, n, mask=here > 0)
     tl.store(path + P + place, token, mask=here > 0)
-    # Beyond the end of a path, each entry is its own index, so that the cache row stays in place.
+    # Beyond the end of a path, entry p is p, so that the cache's row p stays in place.
     p = tl.arange(0, BP)
     rest = (p >= count) & (p < P)
     tl.store(path + p, p, mask=rest)

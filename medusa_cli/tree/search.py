@@ -12,17 +12,17 @@ Accuracies = Sequence[Sequence[float]]
 
 
 def search(accuracies: Accuracies, budget: int) -> Tree:
-    """Returns the tree of `budget` nodes, including the root, with the greatest expected length.
+    """Returns the tree of `budget` nodes, including the root, with the most expected tokens per step.
 
-    accuracies[k][i] is the probability that guess i of head k is right. If heads are independent, a node's value is the
-    product of these along its path. A child is never worth more than its parent, so adding the best node each time is
-    optimal. Raises UsageError for a budget below 1 or above the number of possible nodes.
+    accuracies[k][i] is the probability that guess i of head k is right. If heads are independent, a node is worth the
+    product of the probabilities along its path. A child is never worth more than its parent, so adding the best node
+    each time is optimal. Raises UsageError for a budget below 1 or above the number of possible nodes.
     """
     possible = largest(accuracies)
     if not 1 <= budget <= possible:
         fault = f"@budget {budget} is not valid"
         raise UsageError(fault, f"these heads allow 1 to {possible:,} nodes, the root included")
-    # Ranks by descending accuracy, because measured accuracies need not decrease with the rank.
+    # Each head's ranks by descending accuracy, because measured accuracies need not decrease with the rank.
     order = [sorted(range(len(head)), key=lambda i: (-head[i], i)) for head in accuracies]
     parents = [-1]
     ranks = [0]
@@ -159,7 +159,7 @@ def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
 
 
 def interpolate(points: Mapping[int, float], x: int) -> float:
-    """Returns the value at x, which is linear between points, and beyond the last point has the last slope."""
+    """Returns the value at x of a piecewise linear function; beyond the last point, the last slope continues."""
     known = sorted(points)
     if len(known) == 1 or x <= known[0]:
         return points[known[0]]

@@ -18,7 +18,7 @@ class TreeTensors:
 
     nodes [B, 4, N]: depths, parents, ranks and tokens; mask bool [B, N, N]: each node sees itself
     and its ancestors. A padding node has depth 0 and the parent PADDING. A node that is still to be
-    drafted has the token UNREAD. grows: True if a new level changes more than tokens.
+    drafted has the token UNREAD. grows: True if a new level changes more than the tokens.
     """
 
     grows = False
@@ -162,8 +162,8 @@ def _constants(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the constants that all steps share, for N nodes with W children each.
 
-    The constants are -inf, the mask [N, N] of nodes that see only themselves, the depths, parents and ranks of a
-    head's children [1, 3, N, W], and the fields of a padding node [1, 4, 1].
+    The constants are -inf; the mask [N, N] of nodes that see only themselves; the depths, parents and ranks
+    [1, 3, N, W] of a head's children; and the fields [1, 4, 1] of a padding node.
     """
     every = torch.arange(count, device=device)
     ranks = torch.arange(width, device=device).expand(count, -1)
@@ -175,7 +175,7 @@ def _constants(
 
 @lru_cache(maxsize=256)
 def outline(tree: Tree | DynamicTree) -> Tree:
-    """Returns a static tree, a chain and leaves, with a dynamic tree's maximum numbers of nodes and of levels."""
+    """Returns a static tree with a dynamic tree's maximum numbers of nodes and levels: a chain plus leaves."""
     if isinstance(tree, Tree):
         return tree
     chain = min(tree.max_depth, tree.budget - 1)

@@ -40,7 +40,7 @@ class Tree:
 
     @classmethod
     def from_choices(cls, choices: Iterable[Sequence[int]]) -> "Tree":
-        """Builds a tree from rank paths, one per node (medusa_choices).
+        """Builds a tree from one rank path per node: the ranks from the root to the node (medusa_choices).
 
         Raises ValueError for a missing parent or a negative rank.
         """
@@ -60,7 +60,7 @@ class Tree:
 
     @classmethod
     def dense(cls, shape: Sequence[int]) -> "Tree":
-        """Returns the tree of the Cartesian product of each head's top shape[k] guesses (Medusa, section 3.1.2)."""
+        """Returns the tree of all combinations of the best shape[k] guesses of each head k (Medusa, section 3.1.2)."""
         level: list[tuple[int, ...]] = [()]
         choices: list[tuple[int, ...]] = []
         for width in shape:
@@ -149,7 +149,7 @@ class Tree:
         return tuple(node for node, below in enumerate(self.children) if not below)
 
     def path(self, node: int) -> list[int]:
-        """Returns the nodes from the root to this one."""
+        """Returns the nodes from the root to `node`, both included."""
         path = [node]
         while self.parents[path[-1]] >= 0:
             path.append(self.parents[path[-1]])
