@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        """Imports Medusa on first access, because it imports torch."""
+        """Imports Medusa on first access, because its module imports torch."""
         if name == "Medusa":
             from medusa_cli.api import Medusa
 

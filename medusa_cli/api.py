@@ -386,7 +386,7 @@ class Medusa:
         self.store = PrefixStore(folder, limit, self.backbone)
 
     def take_back(self, decoder: Decoder) -> None:
-        """Keeps a stream's decoder, whose prefix the next stream may reuse; drops the oldest ones beyond MAX_IDLE."""
+        """Keeps a stream's decoder, whose prefix the next stream may reuse; drops older decoders beyond MAX_IDLE."""
         with self.lock:
             self.idle.append(decoder)
             del self.idle[:-MAX_IDLE]

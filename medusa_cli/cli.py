@@ -63,7 +63,7 @@ def word_of(name: str) -> str:
 
 
 class Command(TyperCommand):
-    """Lists, in a command's help, its own options first, then the shared options by panel, then its extra sections."""
+    """Lists in a command's help first the command's own options, then shared options by panel, then extra sections."""
 
     sections: dict[str, list[tuple[str, str]]] = {}
 

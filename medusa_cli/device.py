@@ -23,7 +23,7 @@ COPIED_BYTES = 256 * 2**20
 # than its launch.
 GPU_COPIED_BYTES = 2 * 2**30
 # Each device keeps a tensor of the numbers below this limit. The passes of CUDA graphs have fewer
-# rows.
+# rows than this.
 NUMBERS = 1024
 # These numbers are from glibc's malloc.h. glibc limits the mmap threshold to 32 MB and the trim
 # threshold to an int.
@@ -225,7 +225,7 @@ def processor() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory, because pages returned to the system would be zeroed again.
+    """Makes glibc keep freed memory, because the system zeroes returned pages before their next use.
 
     This makes training on two cores 18 % faster.
     """
@@ -239,7 +239,7 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Returns freed memory to the system.
 
-    Batches differ in size. Over time, holes between the blocks in use add up to several gigabytes.
+    Batches differ in size, so holes between the blocks in use add up to several gigabytes over time.
     """
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

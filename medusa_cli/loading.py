@@ -84,7 +84,7 @@ def load_model(
 
 
 def with_drafting(loaded: LoadedModel, choice: Choice) -> LoadedModel:
-    """Returns a loaded model with the drafter and the tree that are chosen now.
+    """Returns a loaded model with the drafter and the tree of another choice.
 
     Raises UserError if the choice has another model or adapter.
     """
@@ -142,8 +142,9 @@ def load_drafting(
 ) -> tuple[Drafter | None, DraftPolicy]:
     """Loads the chosen drafter and creates its policy; without a drafter, the policy drafts only n-gram matches.
 
-    With FIRP, each node needs extra rows, so n-gram matches cost more than they gain. Warns if they
-    were requested nevertheless. Raises UserError if the drafter and the tree do not fit together.
+    With FIRP, each node needs extra rows, so n-gram matches cost more than they gain. Warns if
+    n-gram matches were requested nevertheless. Raises UserError if the drafter and the tree do not
+    fit together.
     """
     drafter = None if choice.drafter is None else load_drafter(choice.drafter, backbone)
     if drafter is not None and tree == Tree.root_only() and choice.tree.kind == "auto":

@@ -1,4 +1,4 @@
-"""The options that commands share, each with one flag, unit and help text."""
+"""The options that several commands share, with their flags, units and help texts."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 def flag(usage: str, help: str, panel: str | None = None, **more: Any) -> Any:
-    """Returns a typer option for flags and a metavar, such as "--run NAME"; most help texts state the default."""
+    """Returns a typer option for a usage such as "--run NAME": its flags and, if it takes a value, its metavar.
+
+    typer adds the default only with show_default=True, because most help texts state it.
+    """
     flags = [word for word in usage.split() if word.startswith("-")]
     metavar = next((word for word in usage.split() if not word.startswith("-")), None)
     return typer.Option(
@@ -46,7 +49,7 @@ _output = partial(flag, panel="Output")
 
 
 def refuse(flags: Mapping[str, Any], reason: str, remedy: str = "leave one of them out") -> None:
-    """Raises UsageError for the first of these flags that is given; the reason follows the flag's name and value."""
+    """Raises UsageError for the first of these flags that is given; the message is flag, value and reason."""
     for name, value in flags.items():
         if value is None or value is False:
             continue
@@ -61,7 +64,7 @@ def check_temperature(value: float | None) -> float | None:
 
 
 def check_beside_picture(output: Path | None) -> None:
-    """Raises UsageError for an --output that the PNG picture of the same name would replace."""
+    """Raises UsageError for an --output that ends in .png, because the command's picture would replace this file."""
     if output is not None and output.suffix == ".png":
         fault = f"--output {output} would be replaced by the picture of the same name"
         raise UsageError(fault, "end it in .json")
@@ -77,51 +80,52 @@ def model_flag(default: str) -> Any:
     return flag("--model NAME|FOLDER|ID", f"{_MODEL} [default: {default}]", callback=check_model)
 
 
-_RUN = "Run directory: NAME means runs/NAME; anything with a / is a folder."
+_RUN = "Run directory: NAME means runs/NAME; a value with a / is the path of a folder."
 _MODEL = (
-    "A named model, a folder (of a model or a LoRA adapter), a GGUF file, a Hugging Face id, or ORG/NAME:Q4_K_M for a "
-    "repository's GGUF file."
+    "A name as for `medusa assets`, a folder (of a model or a LoRA adapter), a GGUF file, a Hugging Face id, or "
+    "ORG/NAME:Q4_K_M for the Q4_K_M GGUF file of a hub repository."
 )
 _DRAFTER = (
     "A saved drafter: a run, a folder, a hub id, or a checkpoint that `medusa import` reads. mtp: the MTP layer in the "
-    "model's own checkpoint. [default: the run's drafter/, else the one that ships]"
+    "model's own checkpoint. [default: the run's drafter/, else the drafter that ships for the model]"
 )
 _SEED = (
     "Prompts: sharegpt, sharegpt-long, sharegpt-code, ultrachat (from the hub), code (from the Python sources "
     "installed here), a JSON/JSONL file of conversations, or a hub dataset's id."
 )
 _TREE = (
-    "auto: the fastest size on this machine for this text, down to no drafts. static: the run's tree.json, or the "
-    "best tree of N nodes according to the calibration. dynamic: grown for every step, of N nodes. FILE: from "
-    "`medusa tree`, or a medusa_choices list. [default: auto]"
+    "auto: in each step, the size that is fastest for this text on this machine, or no drafts. static: the run's "
+    "tree.json; static:N: the best tree of N nodes according to the calibration. dynamic: a new tree for every step, "
+    "with N nodes or as many as in tree.json. FILE: a tree from `medusa tree`, or a medusa_choices list. "
+    "[default: auto]"
 )
 _LOOKUP = (
-    "Also draft n-gram matches of the text; without a drafter, only these. "
-    "[default: with --tree auto; in chat and serve also without a drafter]"
+    "Also draft n-gram matches in the text; without a drafter, draft only these matches. "
+    "[default: --lookup with --tree auto; in chat and serve also without a drafter]"
 )
 _DTYPE = (
     "Number type of the weights: auto (as in the files), bf16, fp16, or fp32 "
     "(which also keeps activations in fp32)."
 )
 _ENGINE = (
-    "native: compiled C++ (CPU). torch: fused layers (GPU). eager: transformers' layers. auto: the first that "
-    "supports the model."
+    "native: compiled C++ (CPU). torch: fused layers (GPU). eager: transformers' layers. auto: the first of these that "
+    "supports the model on the device."
 )
 _ACTIVATIONS = (
     "Number type of activations for matmuls with quantized weights: int8 (rounded in groups of 32, as llama.cpp "
-    "does), fp32 (on a GPU: as --dtype), or auto (int8, and fp32 with --dtype fp32)."
+    "does), fp32 (on a GPU: as --dtype), or auto (int8, but fp32 with --dtype fp32)."
 )
 _KV = (
     "Number type of keys and values in the cache (native engine): fp32, fp16 (half the memory), or q8_0 (8 bits in "
     "groups of 32, 0.27 times the memory of fp32)."
 )
 _EXACT = (
-    "On a GPU, use kernels that give a row the same bits in every pass, so that no draft changes a greedy answer; "
-    "their speed was never measured."
+    "On a GPU, use kernels that give a row the same bits in every pass, so that no draft changes a greedy answer. "
+    "The speed of these kernels was never measured."
 )
 _QUANTIZE = (
     "Quantize the model's weights, which changes its answers: int8 or int4 (native and torch engine), bnb.int8 or "
-    "bnb.nf4 (bitsandbytes), or none. [default: as the drafter was trained]"
+    "bnb.nf4 (bitsandbytes), or none. [default: as in the training of the drafter]"
 )
 _TEMPERATURE = (
     "Sampling temperature; 0 is greedy. [default: 0, or 0.7 with --sampling exact or typical]"
@@ -131,15 +135,15 @@ _SAMPLING = (
     "greedy, exact (the model's own distribution) or typical (Medusa's looser acceptance). [default: greedy, or exact "
     "with a --temperature]"
 )
-_TOP_P = "Sample from the likeliest tokens of total probability P."
-_TOP_K = "Sample from the N likeliest tokens; 0: all."
+_TOP_P = "Sample only from the likeliest tokens, whose probabilities add up to P."
+_TOP_K = "Sample only from the N likeliest tokens; 0: from all tokens."
 _JUDGE = (
-    "Let a model on an OpenAI-compatible server grade the answers, and compare each answer with plain decoding's, in "
-    "both orders. The key in MEDUSA_API_KEY is sent to it."
+    "Let a model on an OpenAI-compatible server grade the answers, and compare each answer with that of plain "
+    "decoding, in both orders. The server gets the key in MEDUSA_API_KEY."
 )
 _QUESTIONS = (
-    "Other questions: a file (.jsonl, .json, .parquet, .txt; FastChat's form, Spec-Bench, SPEED-Bench, HumanEval, "
-    "GSM8K, or any prompts), or a hub dataset OWNER/NAME[:CONFIG[:SPLIT]]."
+    "Other questions: a file (.jsonl, .json, .parquet or .txt) in the format of FastChat, Spec-Bench, SPEED-Bench, "
+    "HumanEval or GSM8K, or with any prompts; or a hub dataset OWNER/NAME[:CONFIG[:SPLIT]]."
 )
 
 Text = str | None
@@ -181,21 +185,21 @@ Temperature = Annotated[
     float | None, _sampling("--temperature T", _TEMPERATURE, callback=check_temperature)
 ]
 BatchSize = Annotated[
-    int, flag("--batch-size N", "Conversations decoded at once.", show_default=True, min=1)
+    int, flag("--batch-size N", "Conversations decoded together.", show_default=True, min=1)
 ]
 Baseline = Annotated[bool, flag("--baseline", "Decode plainly, one token per step.")]
 Quiet = Annotated[bool, _output("--quiet", "Print results, warnings and errors only.")]
 Debug = Annotated[bool, _output("--debug", "Print the traceback of an error.")]
 Judge = Annotated[Text, flag("--judge URL", _JUDGE)]
-JudgeModel = Annotated[Text, flag("--judge-model NAME", "The model that judges.")]
+JudgeModel = Annotated[Text, flag("--judge-model NAME", "The name of the model that judges.")]
 
 
 @dataclass(frozen=True)
 class LoadFlags(LoadOptions):
-    """Holds the flags for loading a model; if `quantize` is None, the drafter's quantization in training applies."""
+    """Holds the flags for loading a model. quantize: None means the quantization of the drafter's training."""
 
     device: Annotated[
-        str, _loading("--device NAME", "auto, cpu, cuda[:N], mps.", show_default=True)
+        str, _loading("--device NAME", "auto, cpu, cuda[:N] or mps.", show_default=True)
     ] = "auto"
     dtype: Annotated[str, _loading("--dtype TYPE", _DTYPE, show_default=True)] = "auto"
     engine: Annotated[str, _loading("--engine NAME", _ENGINE, show_default=True)] = "auto"
@@ -230,7 +234,7 @@ class DraftFlags:
     lookup: Annotated[bool | None, _drafting("--lookup/--no-lookup", _LOOKUP)] = None
 
     def choose(self, need_drafter: bool = True) -> Choice:
-        """Returns the files that belong together; raises UserError if a file is missing or the model unsupported."""
+        """Returns the model and files to use; raises UserError if a file is missing or the model is not supported."""
         model = None if self.model is None else ModelSource.of(self.model)
         choice = choose(
             model, self.run, self.drafter, self.tree, need_drafter=need_drafter, lookup=self.lookup
@@ -239,10 +243,10 @@ class DraftFlags:
         return choice
 
     def or_plain(self, baseline: bool, chat_template: Path | None = None) -> Choice:
-        """Returns the files (with --baseline, those for plain decoding) and the chat template's text.
+        """Returns what `choose` returns (with `baseline`, without a drafter), together with the given chat template.
 
-        For a model without a drafter, n-gram matches are drafted. Raises UsageError for --baseline with --lookup or
-        --tree.
+        For a model without a drafter, n-gram matches are drafted, unless --no-lookup or --tree is given. Raises
+        UsageError for --baseline with --lookup or --tree.
         """
         if baseline:
             given = {"--lookup": self.lookup, "--tree": self.tree}
@@ -301,15 +305,16 @@ class GrammarFlags:
 
     json_schema: Annotated[
         Path | None,
-        _grammar("--json-schema FILE", "Answer in JSON that follows the schema in FILE."),
+        _grammar("--json-schema FILE", "Make the answer JSON that follows the schema in FILE."),
     ] = None
     regex: Annotated[
-        Text, _grammar("--regex TEXT", "Answer that matches a regular expression.")
+        Text, _grammar("--regex TEXT", "Make the answer match a regular expression.")
     ] = None
     grammar_file: Annotated[
         Path | None,
         _grammar(
-            "--grammar FILE", "Answer that follows the grammar in FILE (Lark or llama.cpp's GBNF)."
+            "--grammar FILE",
+            "Make the answer follow the grammar in FILE (in the format of Lark or llama.cpp's GBNF).",
         ),
     ] = None
 
@@ -322,7 +327,7 @@ class GrammarFlags:
 
     @property
     def grammar(self) -> "Grammar | None":
-        """Returns the grammar; raises UserError for a file that cannot be read, UsageError for two grammars."""
+        """Returns the grammar; raises UserError for a file that cannot be read, UsageError for several grammars."""
         if self.json_schema is self.regex is self.grammar_file is None:
             return None
         from medusa_cli.files.io import read_text
@@ -355,11 +360,14 @@ class QuestionFlags:
     """Holds the flags for the questions to ask; the default is MT-Bench."""
 
     mt_bench: Annotated[
-        bool, flag("--mt-bench", "The 80 MT-Bench questions with two turns. [default]")
+        bool, flag("--mt-bench", "The 80 MT-Bench questions, with two turns each. [default]")
     ] = False
     coding: Annotated[
         bool,
-        flag("--coding", "40 questions about code, with two turns, that come with this program."),
+        flag(
+            "--coding",
+            "40 questions about code that come with this program, with two turns each.",
+        ),
     ] = False
     questions: Annotated[Text, flag("--questions FILE|ID", _QUESTIONS)] = None
     agent: Annotated[
@@ -367,15 +375,20 @@ class QuestionFlags:
         flag(
             "--agent",
             "5 conversations with a coding agent. Each has 6 turns, and each turn adds about 2,000 tokens of source "
-            "code from Python's standard library. Methods keep the prefixes of earlier turns.",
+            "code from Python's standard library. The methods keep the earlier turns in a prefix cache.",
         ),
     ] = False
     category: Annotated[
-        Text, flag("--category LIST", "Only these categories, such as math,coding.")
+        Text,
+        flag("--category LIST", "Ask only questions of these categories, such as math,coding."),
     ] = None
     limit: Annotated[
         int | None,
-        flag("--limit N", "At most N questions, spread over the categories. [default: all]", min=1),
+        flag(
+            "--limit N",
+            "Ask at most N questions, spread over the categories. [default: all]",
+            min=1,
+        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -401,7 +414,7 @@ class QuestionFlags:
         return Path(self.questions).name if Path(self.questions).is_file() else self.questions
 
     def chosen(self) -> "tuple[list[Question], int]":
-        """Returns the questions to ask and the size of the set; raises UserError for an unreadable set."""
+        """Returns the questions to ask, and how many the whole set has; raises UserError for an unreadable set."""
         from medusa_cli.bench.questions import (
             CODING,
             agent_questions,

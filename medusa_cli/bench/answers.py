@@ -21,8 +21,8 @@ from medusa_cli.model import Backbone
 WARM_UP_TOKENS = 24
 log = logging.getLogger(__name__)
 
-# Receives a method's name, the results of the questions that it is answering, and new tokens. An
-# empty list of tokens means that the answers to this turn are complete.
+# Receives a method's name, the results of the questions that the method is answering, and new
+# tokens. An empty list of tokens means that the answers to this turn are complete.
 OnTokens = Callable[[str, list[Result], list[int]], None]
 # Returns the context manager for a run of methods that share a backbone; receives the number of
 # turns that they answer.
@@ -49,7 +49,7 @@ class Clock:
         return time.perf_counter() - self._start
 
     def first_token_s(self, tokens: int) -> list[float]:
-        """Returns the time of the first of `tokens` tokens, in a list; an empty list if they all came in one piece."""
+        """Returns the seconds until the first of `tokens` tokens, in a list; an empty list if all came in one piece."""
         in_parts = len(self._reports) > 1 or tokens <= 1
         return [*self._reports, self.seconds()][:1] if in_parts else []
 
@@ -63,12 +63,12 @@ def answer_all(
     cached: bool = False,
     watch: Watch = unwatched,
 ) -> None:
-    """Adds each method's answers to the results after a warm-up; the order of methods rotates between questions.
+    """Adds each method's answers to the results after a warm-up; the order of methods rotates between batches.
 
     All methods get the same prompts, in which the reference method's answers are the history of later turns. Results
-    that other methods have already answered keep their prompts. A batch of questions is answered turn by turn, and its
-    time is divided in proportion to tokens. Raises UserError before any measurement if a question is longer than the
-    context. Later turns that are longer than the context are left out.
+    that other methods have already answered keep their prompts. A batch of questions is answered turn by turn, and the
+    time of a turn is divided in proportion to tokens. Raises UserError before any measurement if a question is longer
+    than the context. Later turns that are longer than the context are left out.
     """
     names = list(methods)
     fresh = not results[0].prompts

@@ -1,4 +1,4 @@
-"""A bench: loads transformers' model and then ours, lets all methods answer, and returns one document."""
+"""A bench: loads the model in transformers, then in our engine; lets all methods answer; returns one document."""
 
 import gc
 import importlib.metadata
@@ -218,7 +218,7 @@ class Bench:
         return facts
 
     def _check_fit(self) -> None:
-        """Raises UserError before any model is loaded if a peer is silent, or a run or drafter is of another model."""
+        """Raises UserError, before loading a model, if a peer lists no models or a run or drafter has another model."""
         for name, url in self.peers.items():
             served_models(name, url)
         model = self.choice.source

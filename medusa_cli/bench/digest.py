@@ -43,7 +43,7 @@ def _tokens(count: int, backbone: Backbone) -> torch.Tensor:
 
 
 def digests(backbone: Backbone) -> dict[str, str]:
-    """Returns the digest of a backbone's logits by instruction set; raises UsageError for other engines."""
+    """Returns the digest of a backbone's logits by instruction set; raises UsageError unless the engine is native."""
     if backbone.engine.name != "native":
         raise UsageError(
             f"@digest needs the native engine, but {backbone.id!r} runs on the {backbone.engine.title}",

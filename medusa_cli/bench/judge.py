@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class Task(NamedTuple):
     """Holds a question for the judge about one turn.
 
-    order: 0 for a grade; 1 or 2 for a pair with the reference first or second.
+    order: 0 for a grade; for a pair, 1 if the reference comes first, 2 if it comes second.
     """
 
     method: str

@@ -47,9 +47,10 @@ def choose_files(
 ) -> tuple[Choice, dict[str, Choice]]:
     """Returns the files that the methods share, and the files of each method.
 
-    A method with the name of a drafter kind uses the run of that name inside the run, or the run's own drafter if it is
-    of that kind. If "medusa" is the only such method, it uses the run's own drafter of any kind. Raises UserError if a
-    drafter does not exist, and UsageError for a file or flag that no method uses.
+    A method with the name of a drafter kind uses the run of that name inside `run`. If there is no such run, the method
+    uses the drafter of `run` itself, which must be of that kind. If "medusa" is the only such method, it uses the
+    drafter of `run` itself, whatever its kind. Raises UserError if a drafter does not exist, and UsageError for a
+    file or flag that no method uses.
     """
     outer = Run.open(run) if run else shipped_for(model or ModelSource.of(DEFAULT_MODEL))
     files = {
@@ -87,7 +88,7 @@ def _runs_of(names: Sequence[str], outer: Run | None, run: str | None) -> dict[s
 
 
 def _own_run(name: str, outer: Run | None, run: str | None) -> str | None:
-    """Returns the run if its own drafter is of this kind; raises UserError otherwise."""
+    """Returns `run` if its own drafter is of the kind `name`; raises UserError otherwise."""
     if outer is not None and _kind(outer.path) == name:
         return run
     folder = outer.path if outer and run else RUNS / "NAME"

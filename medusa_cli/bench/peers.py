@@ -100,7 +100,7 @@ sys.stdin.read()
 
 
 def llama_facts() -> str:
-    """Returns a line on llama.cpp's package: version, threads, and the instructions for which it is built."""
+    """Returns a line about llama.cpp's package: version, threads, and the instructions for which it is built."""
     import xllamacpp  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     built = re.findall(r"(\w+) = 1", xllamacpp.get_system_info())
@@ -126,10 +126,11 @@ def _llama_server(name: str, gguf: Path, backbone: Backbone) -> str:
 
 
 def llama_method(name: str, gguf: Path, backbone: Backbone, cached: bool = False) -> Method:
-    """Returns greedy decoding of a GGUF file of the same model by the llama.cpp server in the package xllamacpp.
+    """Returns the method that decodes a GGUF file greedily with the llama.cpp server of the package xllamacpp.
 
-    The server runs in a process of its own, with as many threads as torch. llama.cpp-ngram adds its
-    n-gram drafts with their default settings. cached: the server keeps prefixes.
+    The file holds the same model. The server runs in a process of its own, with as many threads as
+    torch. llama.cpp-ngram adds llama.cpp's n-gram drafts with their default settings. cached: the
+    server keeps prefixes.
     """
     address = _llama_server(name, gguf, backbone)
     kind = {"Content-Type": "application/json"}
@@ -162,10 +163,10 @@ def llama_method(name: str, gguf: Path, backbone: Backbone, cached: bool = False
 
 
 def server_method(name: str, url: str, backbone: Backbone, cached: bool = False) -> Method:
-    """Returns greedy decoding by a server, which receives the token ids of the prompts and streams its answers.
+    """Returns the method that decodes greedily on a server, which receives token ids and streams its answers.
 
     If the server returns no token ids (`return_token_ids`, as in vLLM), its text is tokenized
-    again. cached: llama.cpp's server keeps prefixes.
+    again. cached: a server of llama.cpp keeps prefixes.
     """
     ends = backbone.eos_ids
     usual = backbone.tokenizer.eos_token_id
@@ -233,7 +234,7 @@ def served_models(name: str, url: str) -> list[str]:
 
 
 def _stream(name: str, url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the first choice of each chunk in a server's stream; raises UserError if there is no choice."""
+    """Yields the first choice of each chunk in a server's stream; raises UserError if no chunk has a choice."""
     count = 0
     with _named(name, url), urllib.request.urlopen(_request(url, body), timeout=ANSWER_S) as reply:
         for line in reply:
@@ -269,7 +270,7 @@ def _named(name: str, url: str) -> Iterator[None]:
 def _answer(
     name: str, url: str, field: str, body: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Returns the objects in a field of a server's JSON reply; raises UserError, naming the peer, if it has none."""
+    """Returns the objects in a field of a server's JSON reply; raises UserError, naming the peer, if there are none."""
     with _named(name, url), urllib.request.urlopen(_request(url, body), timeout=ANSWER_S) as reply:
         document = json.load(reply)
     entries = document.get(field) if isinstance(document, dict) else None

@@ -106,7 +106,7 @@ def markdown(title: str, facts: Mapping[str, str], sections: Sequence[Section]) 
 
 
 def chart(title: str, draw: Callable[[Any], object], height: float = 3.4) -> dict[str, str]:
-    """Returns the chart that `draw` makes on matplotlib's axes, by title, as the data URL of an SVG image."""
+    """Returns, under its title, the chart that `draw` makes on matplotlib's axes, as the data URL of an SVG image."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -146,7 +146,7 @@ def chart(title: str, draw: Callable[[Any], object], height: float = 3.4) -> dic
 def bars(
     title: str, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], key: str, unit: str
 ) -> dict[str, str]:
-    """Returns a bar chart of one figure for methods by group: horizontal, with whiskers and a dotted line at 1."""
+    """Returns a horizontal bar chart of one figure of each group's methods, with intervals and a dotted line at 1."""
     groups = {
         group: {name: own for name, own in methods.items() if own[key] is not None}
         for group, methods in groups.items()

@@ -44,7 +44,7 @@ class Measurement:
             self.depths[len(step.path) - 1] += 1
 
     def extend(self, turn: "Measurement") -> None:
-        """Appends the answer to another turn."""
+        """Appends `turn`, which holds the answer to the next turn."""
         self.turns += turn.turns
         self.seconds += turn.seconds
         self.first_token_s += turn.first_token_s
@@ -79,9 +79,9 @@ def summarize(
 ) -> dict[str, Any]:
     """Returns the figures of every method by name; docs/measuring.md explains each figure.
 
-    differences: each method's first difference in every question whose answers differ; None if
-    answers are not compared. plain: for each method, the method that decodes the same way but
-    without drafts.
+    differences: for each method, the first difference in every answer that differs from the
+    reference's; None if answers are not compared. plain: for each method, the method that decodes
+    the same way but without drafts.
     """
     names = list(results[0].answers)
     baseline = baseline_of(names)

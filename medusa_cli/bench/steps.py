@@ -53,7 +53,7 @@ def _verify(engine: Engine, plan: Plan, cache: Slots) -> None:
 
 
 def time_passes(backbone: Backbone, contexts: Sequence[int]) -> dict[str, Any]:
-    """Times a backbone's passes by context and number of rows. Without `contexts`, uses a short one.
+    """Times a backbone's passes by context and number of rows. Without `contexts`, uses a short context.
 
     The result also has the minimum time to read the weights at the measured bandwidth. Raises
     UsageError if the longest context does not fit.

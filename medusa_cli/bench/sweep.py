@@ -1,4 +1,4 @@
-"""Sweeps: one benchmark run per value of an axis. A killed sweep resumes, and known points are not measured again."""
+"""Sweeps: one bench per value of an axis. A killed sweep can be resumed, which measures only the missing points."""
 
 import hashlib
 import json
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 def parse_values(name: str, text: str | None) -> list[float]:
-    """Returns the values of a list such as 2,4,8 in rising order, or by default the axis's own values.
+    """Returns the values of a list such as 2,4,8 in rising order; without a list, the axis's default values.
 
     Raises UsageError for an unknown axis or an invalid value.
     """

@@ -1,4 +1,4 @@
-"""`medusa assets`: fetch named models and data ahead of time."""
+"""`medusa assets`: fetches named models and data ahead of time."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ _FETCH: dict[str, Callable[[], str | Path | None]] = {
     "sharegpt": fetch.sharegpt_path,
     "mt-bench": fetch.mt_bench_path,
 }
-_NAMES = f"Any of {', '.join(_FETCH)}. [default: {catalogue.DEFAULT_MODEL} and the data]"
+_NAMES = f"What to fetch: {', '.join(_FETCH)}. [default: {catalogue.DEFAULT_MODEL} and the data]"
 
 
 def assets(

@@ -1,4 +1,4 @@
-"""`medusa bench`: measures decoding methods on questions; sweeps, a judge and a page on request."""
+"""`medusa bench`: measures decoding methods on questions. Options add a sweep, a judge or a page of figures."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 256
 METHODS = (
-    "hf (transformers' generate), hf-lookup (its prompt lookup), hf-assisted (its assisted generation), ar (our "
-    "plain loop), medusa (the drafter, as --tree and --lookup say), medusa-alone (without n-gram drafts), lookup "
-    "(n-gram drafts only), llama.cpp, llama.cpp-ngram (its n-gram drafts), and a drafter by its kind, such as hydra: "
-    "that of the run of this name inside the run, else the run's own. "
-    "[default: hf,ar,medusa, with --sweep or --agent ar,medusa]"
+    "hf (transformers' generate), hf-lookup (hf with prompt lookup), hf-assisted (hf with --draft-model), ar (our "
+    "plain decoding), medusa (the drafter, with --tree and --lookup), medusa-alone (the drafter without n-gram "
+    "drafts), lookup (n-gram drafts only), llama.cpp, llama.cpp-ngram (llama.cpp with its own n-gram drafts), or a "
+    "kind of drafter, such as hydra: the drafter in the run's subfolder of this name, or else the run's own drafter. "
+    "[default: hf,ar,medusa; with --sweep or --agent ar,medusa]"
 )
-SWEEP = "Run one bench per value of nodes, epsilon or temperature; the same command resumes an interrupted sweep."
+SWEEP = "Run one bench for each value of nodes, epsilon or temperature. The same command resumes an interrupted sweep."
 GGUF = "The GGUF file that llama.cpp reads. [default: the file of --model, if that is a GGUF file or a name]"
 PEER = (
-    "An OpenAI-compatible server (vLLM, SGLang, llama-server) as one more method; repeatable. NAME-DRAFTS is "
-    "compared with NAME, the same server without its drafts. It gets the key in MEDUSA_API_KEY."
+    "An OpenAI-compatible server (vLLM, SGLang, llama-server) as one more method; repeatable. A peer NAME-DRAFTS is "
+    "compared with the peer NAME, the same program without drafts. Each server gets the key in MEDUSA_API_KEY."
 )
 swept = partial(flag, panel="Sweeps")
 other = partial(flag, panel="Methods of other programs")
@@ -51,11 +51,11 @@ other = partial(flag, panel="Methods of other programs")
 
 @dataclass(frozen=True)
 class SweepFlags:
-    """Flags for one bench for each value of a setting."""
+    """Holds the flags of a sweep, which runs one bench for each value of a setting."""
 
     sweep: Annotated[str | None, swept("--sweep AXIS", SWEEP)] = None
     values: Annotated[
-        str | None, swept("--values LIST", "With --sweep: its values, such as 4,16,64.")
+        str | None, swept("--values LIST", "With --sweep: the values, such as 4,16,64.")
     ] = None
 
     def __post_init__(self) -> None:
@@ -64,9 +64,9 @@ class SweepFlags:
             refuse({"--values": self.values}, "has no effect without --sweep", remedy)
 
     def points(self, tree: str | None, sampling: SamplingFlags) -> list[float]:
-        """Returns the values of the axis, none without --sweep.
+        """Returns the values of the sweep's axis, or an empty list without --sweep.
 
-        Raises UsageError for values that are not valid, and for flags whose settings the axis replaces.
+        Raises UsageError for values that are not valid, and for flags of settings that the sweep sets itself.
         """
         if self.sweep is None:
             return []
@@ -170,7 +170,7 @@ def bench(
 
 
 def _measure(what: "Bench", folder: Path, judging: JudgeFlags, report: bool, json: bool) -> None:
-    """Runs a bench, shows it and saves it, with the judge's grades and as a page if asked to."""
+    """Runs a bench, prints it and saves it; if requested, adds the judge's grades and writes the page."""
     from medusa_cli.bench.bench import save
     from medusa_cli.bench.report import write_report
 
@@ -191,13 +191,13 @@ def _measure(what: "Bench", folder: Path, judging: JudgeFlags, report: bool, jso
 
 @contextmanager
 def answer_bar(backbone: "Backbone", turns: int) -> "Iterator[OnTokens]":
-    """Shows how many turns the methods have answered."""
+    """Shows a progress bar of the turns that the methods answer; yields the function that counts them."""
     with console.progress("decoding", total=turns, unit="answers") as advance:
         yield lambda name, results, new: advance(0 if new else len(results))
 
 
 def show(document: Document) -> None:
-    """Prints the closing table, and where answers differ."""
+    """Prints the tables of a bench, and where answers differ from those of the reference method."""
     from medusa_cli.bench.report import BY_TURN, gains_table, parts_table, turns_table
 
     tables = {

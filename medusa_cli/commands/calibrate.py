@@ -1,4 +1,4 @@
-"""`medusa calibrate`: how often each head's i-th guess is right on held-out conversations."""
+"""`medusa calibrate`: measures how often each head's i-th guess is right on held-out conversations."""
 
 import shlex
 from pathlib import Path
@@ -18,10 +18,10 @@ from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.resolve import named_drafter
 from medusa_cli.runs.run import DEFAULT_RUN, Run, sole_writer
 
-_DATA = "Conversations that training did not use. [default: those held out in training]"
+_DATA = "A file of conversations that training did not use. [default: those that training held out]"
 _OUTPUT = (
-    "Where to save it. [default: the run's calibration.json; not saved with --drafter, or with --data if the run "
-    "has its own conversations]"
+    "The file to which the calibration is saved. [default: the run's calibration.json; none with --drafter, or with "
+    "--data if the run has its own conversations]"
 )
 
 
@@ -41,11 +41,11 @@ def calibrate(
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
-    """Measure the accuracy of every head's best guesses, from which `medusa tree` builds its tree.
+    """Measure how often each head's best guesses are right; `medusa tree` builds its tree from these accuracies.
 
-    Writes RUN/calibration.json and the heat map calibration.png. Without options it uses the conversations that `medusa
-    train` held out. Accuracies of another drafter, or on other conversations, are shown, and saved only with --output:
-    they do not replace the run's own calibration, which `medusa tree` uses.
+    Writes RUN/calibration.json and the heat map calibration.png. Without options, it uses the conversations that
+    `medusa train` held out. The accuracies of another drafter, or on other conversations, are shown, but saved only
+    with --output: they do not replace the run's own calibration, which `medusa tree` uses.
     """
     printing.configure()
     options.check_beside_picture(file)
@@ -113,7 +113,7 @@ def _show(document: Document) -> None:
 
 
 def _save(document: Document, file: Path, target: Run) -> None:
-    """Writes a calibration, and its heat map if matplotlib is installed; prints their names."""
+    """Writes a calibration, and its heat map if matplotlib is installed; prints the names of the files."""
     from medusa_cli.train.log import draw_heat_map
 
     write_json(file, document)

@@ -1,4 +1,4 @@
-"""`medusa chat`: parses, loads, streams and prints; a line that begins with / is a command."""
+"""`medusa chat`: loads a model and streams its answers. An input line that begins with / is a command."""
 
 import io
 import sys
@@ -34,8 +34,8 @@ MAX_NEW_TOKENS = 512
 # Maximum size in bytes of the folder with cached prefixes, which continued conversations use.
 PREFIX_BYTES = 4 * 10**9
 _CONTINUE = (
-    "Continue the conversation in FILE, or start one, and save it there after each turn. Keys and values of its tokens "
-    "are kept in the cache folder (native engine), so that they need not be computed again."
+    "Continue the conversation in FILE, or start one, and save it there after each turn. With the native engine, the "
+    "keys and values of its tokens are kept in the cache folder, so that they need not be computed again."
 )
 HELP = """/help          this list
 /clear         forget the conversation
@@ -47,7 +47,7 @@ HELP = """/help          this list
 
 @dataclass(frozen=True)
 class ConversationFlags:
-    """Flags for the conversation, and for the display of answers."""
+    """Holds the flags for the conversation, and for the display of answers."""
 
     prompt: Annotated[str | None, flag("--prompt TEXT", "Answer this prompt and exit.")] = None
     system: Annotated[str | None, flag("--system TEXT", "System prompt.")] = None
@@ -56,14 +56,15 @@ class ConversationFlags:
     show_accepted: Annotated[bool, flag("--show-accepted", "Color accepted draft tokens.")] = False
     chat_template: ChatTemplate = None
     raw: Annotated[
-        bool, flag("--raw", "Continue each text as it is, without chat template or earlier turns.")
+        bool,
+        flag("--raw", "Let the model continue each text, without chat template or earlier turns."),
     ] = False
     stop: Annotated[
         list[str] | None, flag("--stop TEXT", "End an answer at this text; may be repeated.")
     ] = None
 
     def __post_init__(self) -> None:
-        """Raises UsageError for texts that are empty or not whole, and for flags that exclude each other."""
+        """Raises UsageError for texts that are empty or hold half a character, and for flags without effect."""
         if self.prompt is not None and not self.prompt.strip():
             raise UsageError("--prompt is empty", "give a text")
         for name, text in (("--prompt", self.prompt), ("--system", self.system)):
@@ -82,7 +83,10 @@ class ConversationFlags:
             refuse(given, "has no effect with --raw")
 
     def messages(self) -> list[Any]:
-        """Returns the messages in the file of --continue, none if it is missing; raises UserError for other files."""
+        """Returns the messages in the file of --continue, or none if there is no such file.
+
+        Raises UserError if the file holds no messages, and UsageError if --system is given in addition to messages.
+        """
         if self.kept_in is None or not self.kept_in.exists():
             return []
         messages = read_object(self.kept_in, "the conversation").get("messages")
@@ -106,9 +110,10 @@ def chat(
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
-    """Chat with a model; answers stream as they are verified.
+    """Chat with a model; tokens are printed as soon as they are verified.
 
-    Without options it uses the default model with its shipped drafter. Lines from a pipe are answered one by one.
+    Without options, it uses the default model and the drafter that ships for it. Lines from a pipe are answered one by
+    one.
     """
     printing.configure()
     if printing.json:
@@ -134,7 +139,7 @@ def chat(
     kept_in = talk.kept_in
     if kept_in is not None:
         session.resume(messages or session.messages)
-        # A conversation also continues without a store, but its tokens are run again.
+        # Without the prefix store, a conversation also continues, but its tokens are run again.
         with suppress(UserError):
             session.medusa.keep_prefixes(home() / "prefixes", PREFIX_BYTES)
     try:
@@ -165,9 +170,9 @@ def answer(
     kept_in: Path | None = None,
     silent: bool = False,
 ) -> bool:
-    """Streams the answer to one line to stdout; returns True if Ctrl-C stopped it.
+    """Answers one message and streams the answer to stdout; returns True if Ctrl-C stopped the answer.
 
-    kept_in: the file to which the conversation is then written.
+    kept_in: the file to which the conversation is written afterwards.
     """
     forgotten = session.forgotten
     green = "bold green" if show_accepted else ""
@@ -211,7 +216,7 @@ def converse(session: "Chat", show_accepted: bool, kept_in: Path | None = None) 
     typed = sys.stdin.isatty()
     failed = False
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # A byte that is not UTF-8 becomes one wrong character.
+        # A byte that is not UTF-8 becomes a replacement character.
         sys.stdin.reconfigure(errors="replace")
     if typed:
         with suppress(ImportError):  # some Pythons lack readline
@@ -244,7 +249,7 @@ def converse(session: "Chat", show_accepted: bool, kept_in: Path | None = None) 
 
 
 def command(session: "Chat", word: str, text: str) -> None:
-    """Runs a /command; raises UserError for an unknown one."""
+    """Runs a command such as /save; raises UserError for an unknown command."""
     text = text.strip()
     match word:
         case "/help":

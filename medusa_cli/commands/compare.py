@@ -1,4 +1,4 @@
-"""`medusa compare`: sets several trainings side by side."""
+"""`medusa compare`: shows several trainings side by side."""
 
 import math
 from collections.abc import Mapping
@@ -13,8 +13,9 @@ from medusa_cli.files.io import Document
 from medusa_cli.options import LoadFlags, OutputFlags, flag, refuse
 from medusa_cli.runs.run import Run
 
-DATA = "Measure every run anew on this file's conversations (JSON or JSONL)."
-# The values of load options with which runs can be measured.
+DATA = "Measure all runs again, on the conversations in this file (JSON or JSONL)."
+# The accepted values of load options: other values would have no effect, as each run is measured as it
+# was trained.
 MEASURED_WITH = {
     "quantize": (None,),
     "engine": ("auto", "eager"),
@@ -35,12 +36,12 @@ def compare(
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
-    """Compare trainings: what each cost the model, and how good its heads are, on held-out conversations.
+    """Compare on held-out conversations how much trainings changed the model, and how good their heads are.
 
-    KL: divergence from the original model, in nats per token. ppl: perplexity over the original's. same: how often both
-    choose the same greedy token. Heads on a frozen model (stage 1) do not change the model. A model trained in full has
-    no original to compare with (-). The figures are those of the best validation in RUN/train.jsonl. If the runs held
-    out different conversations, give --data to measure all of them on one file.
+    KL: divergence from the original model, in nats per token. ppl: perplexity divided by that of the original model.
+    same: how often both models choose the same greedy token. Stage 1 does not change the model. After --tuning full,
+    there is no original to compare with (-). The figures are those of the best validation in RUN/train.jsonl. If the
+    runs held out different conversations, give --data to measure all runs on one file.
     """
     printing.configure()
     _check_flags(data, max_samples, loading)
@@ -101,7 +102,7 @@ def _show(rows: list[Document]) -> None:
 
 
 def best_validation(run: Run) -> Document:
-    """Returns a run's best validation and the training that led to it; raises UserError if there is none."""
+    """Returns the figures of a run's best validation and of its training; raises UserError without a validation."""
     from medusa_cli.runs.recipe_files import load_recipe
     from medusa_cli.runs.run import describe_drafter
     from medusa_cli.train.log import NAME, best_of, read_log
@@ -113,7 +114,7 @@ def best_validation(run: Run) -> Document:
         raise UserError(fault, f"run `medusa train --run {run.argument}` first")
     train = load_recipe(run.recipe_path).train
     joint = train.stage == 2
-    # A tuned model has a run of its own.
+    # With full tuning, the drafter is in the tuned model's own run.
     home = Run(run.path / "tuned") if joint and train.tuning == "full" else run
     data = describe_drafter(home.drafter_dir).provenance.data if home.has_drafter else None
     heads_alone = train.schedule == "warmup" and train.heads_first == 1
@@ -136,6 +137,6 @@ def best_validation(run: Run) -> Document:
 
 
 def model_cost(parts: Mapping[str, float]) -> dict[str, float | None]:
-    """Returns how much training changed the model; None where there is no original."""
+    """Returns how much training changed the model; a figure is None if there is no original model to compare with."""
     ratio = math.exp(parts["nll"] - parts["nll_original"]) if "nll_original" in parts else None
     return {"kl": parts.get("kl"), "perplexity_ratio": ratio, "agreement": parts.get("agreement")}

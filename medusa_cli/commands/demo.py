@@ -1,4 +1,4 @@
-"""`medusa demo`: answers questions plain and with drafts, then compares all methods in a table."""
+"""`medusa demo`: answers questions by plain decoding and with drafts, then compares all methods in a table."""
 
 import sys
 import time
@@ -48,10 +48,10 @@ def demo(
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
-    """Watch three questions answered by plain decoding and with drafts, and see that only the speed differs.
+    """Watch how plain decoding and decoding with drafts answer three questions, and that only the speed differs.
 
-    Greedy decoding. Accepted draft tokens are green. A table then adds transformers, and llama.cpp where xllamacpp is
-    installed and the model has a GGUF file. This takes about a minute with the default model on two cores.
+    Decoding is greedy. Accepted draft tokens are green. A table then also has transformers, and llama.cpp if xllamacpp
+    is installed and the model is a GGUF file. This takes about a minute with the default model on two cores.
     """
     printing.configure()
     choice = drafting.choose()
@@ -81,9 +81,9 @@ def demo(
 def answer_questions(
     medusa: "Medusa", drafted: str, max_new_tokens: int, live: bool
 ) -> tuple[dict[str, "Measurement"], list[str]]:
-    """Answers all questions plain and with drafts, and shows both answers.
+    """Answers all questions by plain decoding and with drafts, and shows both answers to each question.
 
-    Returns the measurements and the plain texts. live: also show the texts while they grow.
+    Returns the measurements and the texts of plain decoding. live: also show the texts while they grow.
     """
     from medusa_cli.bench.stats import Measurement
     from medusa_cli.decode import Decoder
@@ -162,7 +162,7 @@ def rate_of(measured: "Measurement") -> float:
 
 @contextmanager
 def streaming(live: bool) -> Iterator[Callable[[Sequence[Side]], None]]:
-    """Yields a function that shows two growing answers in panes, or nothing without a terminal."""
+    """Yields a function that shows two growing answers in panes. Without a terminal, this function shows nothing."""
     out = console.out
     if not live or not out.is_terminal or out.plain:
         yield lambda sides: None
@@ -190,7 +190,7 @@ def streaming(live: bool) -> Iterator[Callable[[Sequence[Side]], None]]:
 def panes(sides: Sequence[Side], letters: int = sys.maxsize) -> RenderableType:
     """Returns answers side by side, or one below the other in a narrow terminal.
 
-    letters: the maximum number of characters per answer; only the end of a longer one is shown.
+    letters: the maximum number of characters per answer; of a longer answer, only the end is shown.
     """
     texts = [side.text[max(0, len(side.text) - letters) :] for side in sides]
     panels = [Panel(text, title=side.title) for text, side in zip(texts, sides, strict=True)]
@@ -234,7 +234,7 @@ def answer_by_others(
 ) -> dict[str, "Measurement"]:
     """Answers the questions with transformers, and with llama.cpp if possible.
 
-    Returns the measurements.
+    Returns the measurements by method.
     """
     from medusa_cli.bench.bench import Bench
     from medusa_cli.bench.questions import Question
@@ -242,7 +242,7 @@ def answer_by_others(
     from medusa_cli.decode import Sampling
 
     names = ["hf"]
-    # With an adapter, the model differs from the one in the file.
+    # With an adapter, the model differs from the GGUF file that llama.cpp reads.
     in_file = choice.adapter is None and choice.source.kind == "gguf"
     if in_file and has_package("xllamacpp"):
         names.append("llama.cpp")
@@ -282,7 +282,7 @@ def figures_of(name: str, measured: Measurements) -> dict[str, Any]:
 
 
 def closing_table(figures: Mapping[str, Mapping[str, Any]], facts: str) -> RenderableType:
-    """Returns a table of the speed and agreement of all methods.
+    """Returns a table of all methods: their speed, and how many of their answers equal those of plain decoding.
 
     If another program's answer differs, the caption explains why that can happen.
     """

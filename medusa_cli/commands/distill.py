@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 # Number of conversations without a recipe. They take about a quarter of an hour on two cores with
 # the default model.
 BARE_SAMPLES = 800
-_RECIPE = "A recipe's file, or its name, and settings such as distill.context=2048 or distill.taps=[10,20]."
+_RECIPE = "The file or name of a recipe, and settings such as distill.context=2048 or distill.taps=[10,20]."
 _ENDPOINT = (
-    "OpenAI-compatible servers of the model that answer instead of this machine (vLLM, SGLang, TGI, transformers "
-    "serve). They get the key in MEDUSA_API_KEY."
+    "OpenAI-compatible servers (vLLM, SGLang, TGI, transformers serve) that run the model and answer instead of this "
+    "machine. They get the key in MEDUSA_API_KEY."
 )
 _SYSTEM = "System prompt for seeds that have none. [default: the chat template's]"
 _REFUSALS = 'Drop conversations with an answer such as "I can\'t assist with that".'
-_TEMPLATE = "Jinja template for a model whose tokenizer has none; the run keeps it."
+_TEMPLATE = "Chat template (Jinja) for a model whose tokenizer has none; it is saved in the run."
 
 
 def distill(
@@ -52,17 +52,17 @@ def distill(
     ] = None,
     chat_template: Annotated[Path | None, flag("--chat-template FILE", _TEMPLATE)] = None,
     resume: Annotated[
-        bool, flag("--resume", "Fail unless there is a distillation to resume.")
+        bool, flag("--resume", "Fail if the run has no distillation to resume.")
     ] = False,
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
     """Make training data: the model answers seed prompts in its own words.
 
-    Appends to RUN/distill.jsonl and keeps the hidden states next to it, so that training needs no
-    second pass. Run the same command again to resume after an interruption, or with a larger
-    --max-samples to get more. Under torchrun (with --run-dir for --run) the processes share the
-    work, each on its own GPU.
+    Appends to RUN/distill.jsonl and keeps the hidden states next to it, so that training need not
+    run the model again. Run the same command again to resume after an interruption, or with a larger
+    --max-samples to get more conversations. Under torchrun (with --run-dir instead of --run), the
+    processes share the work, each on its own GPU.
     """
     first = os.environ.get("RANK", "0") == "0"
     printing.configure(first=first)

@@ -1,4 +1,4 @@
-"""`medusa doctor`: faults of a run that lower acceptance, each with a command that helps."""
+"""`medusa doctor`: finds faults of a run that lower acceptance, and names for each a command that helps."""
 
 from collections import Counter
 from dataclasses import asdict
@@ -28,7 +28,7 @@ def doctor(
         bool,
         flag(
             "--quick",
-            "Decode no prompts. The model is still loaded, and runs on some conversations.",
+            "Decode no prompts. The model is still loaded, and run on some conversations.",
         ),
     ] = False,
     loading: LoadFlags,
@@ -37,7 +37,7 @@ def doctor(
     """Examine why a run's acceptance is low, and name the commands that help.
 
     Looks at the model, the data, the training, the calibration and the tree, decodes some held-out prompts, and changes
-    nothing in the run. Without options it examines the drafter that ships.
+    nothing in the run. Without options, it examines the drafter that ships for the default model.
     """
     printing.configure()
     source = ModelSource.of(model or DEFAULT_MODEL)

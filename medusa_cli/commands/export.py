@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 FORMATS = ("hf", "drafter", "eagle3", "speculators", "medusa", "data")
 TO = (
     "hf: model and drafter for transformers' generate, without this program; drafter: the drafter with its tree, for "
-    "--drafter of this program; eagle3: an EAGLE drafter for vLLM, "
-    "SGLang and llama.cpp; speculators: the same drafter in the speculators library's format; "
+    "--drafter of this program; eagle3: an EAGLE drafter for vLLM, SGLang and llama.cpp; speculators: an EAGLE drafter "
+    "in the speculators library's format; "
     "medusa: Medusa heads for vLLM up to 0.32 and TGI; data: the run's conversations, for SpecForge and speculators "
     "to train on."
 )
-OUTPUT = "The folder to write; it must be new or empty. With --push it may be left out; then no folder is kept."
+OUTPUT = "The folder to write, which must be new or empty. With --push alone, the files are only uploaded."
 PUSH = "Upload the folder, with its card, to this repository of the Hugging Face hub."
 BUDGET = (
-    "With --to hf: nodes of the best tree according to the calibration. [default: the run's tree]"
+    "With --to hf: draft the best tree of N nodes by the calibration. [default: the run's tree]"
 )
 
 
@@ -43,17 +43,17 @@ def export(
     run: options.RunOrShipped = None,
     model: options.Model = None,
     overwrite: Annotated[
-        bool, flag("--overwrite", "Replace an earlier export in that folder.")
+        bool, flag("--overwrite", "Replace an earlier export in the folder.")
     ] = False,
     budget: Annotated[int | None, flag("--budget N", BUDGET, min=1)] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     printing: OutputFlags,
 ) -> None:
-    """Write a drafter so that another program decodes with it, and print how that program is started.
+    """Write a drafter for another program, and print how that program is started with it.
 
-    Without --run, it writes the drafter that ships for the model. An adapter from joint training is
-    merged into the model that --to hf writes, in the number type it is stored in. Every folder gets
-    the checksums of its files. A drafter's folder also gets a model card.
+    Without --run, it writes the drafter that ships for the model. --to hf merges an adapter from joint
+    training into the model, which keeps the number type in which it is stored. Every folder gets the
+    checksums of its files. A drafter's folder also gets a model card.
     """
     printing.configure()
     if to not in FORMATS:

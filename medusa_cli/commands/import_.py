@@ -1,4 +1,4 @@
-"""`medusa import`: a drafter that another tool trained, into a run of its own."""
+"""`medusa import`: imports a drafter that another tool trained, into a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,10 +13,10 @@ from medusa_cli.options import OutputFlags, flag, refuse
 from medusa_cli.runs.load_options import LoadOptions
 
 _DATA = (
-    "For an MTP layer: conversations. The layer then scores only their most frequent tokens. "
-    "[default: the run's conversations; if there are none, all tokens]"
+    "With mtp: a file of conversations. The layer then scores only their most frequent tokens. "
+    "[default: the run's conversations; if it has none, the layer scores all tokens]"
 )
-_SIZE = "mtp: tokens of this draft vocabulary. [default: 12288]"
+_SIZE = "With mtp and conversations: the number of tokens that the layer scores. [default: 12288]"
 
 
 def import_(
@@ -25,8 +25,9 @@ def import_(
         str,
         typer.Argument(
             metavar="PATH|ID",
-            help="A folder, a file of weights or a hub id: heads of FasterDecoding, vLLM or TGI, Hydra's, or an "
-            "EAGLE-3 folder, speculators' too. mtp: the MTP layer in the checkpoint of --model.",
+            help="A folder, a file of weights or a hub id that holds Medusa heads (in the format of FasterDecoding, "
+            "vLLM or TGI), Hydra heads, or an EAGLE-3 drafter (also in speculators' format). "
+            "mtp: the MTP layer in the checkpoint of --model.",
         ),
     ],
     run: options.RunOrNew = None,
@@ -38,8 +39,8 @@ def import_(
 ) -> None:
     """Import a drafter that was trained elsewhere, or exported by `medusa export` as medusa, eagle3 or speculators.
 
-    Every tensor is checked against the model's widths before anything is written, and nothing in the files is executed.
-    Then calibrate the run. The other commands accept it as --run, like any run.
+    Every tensor is checked against the model's sizes before anything is written, and nothing in the files is executed.
+    After the import, calibrate the run. The other commands accept the run as --run, like any other run.
     """
     printing.configure()
     own = place == mtp_layer.NAME and not Path(place).exists()

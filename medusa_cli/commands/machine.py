@@ -1,4 +1,4 @@
-"""`medusa machine`: the processor, the engine that runs a model here, and the times of its passes."""
+"""`medusa machine`: shows the processor, the engine that runs a model here, and the times of its passes."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -13,7 +13,7 @@ from medusa_cli.files.model_files import check_model_files
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import LoadFlags, OutputFlags, flag, refuse
 
-DIGITS = 9  # maximum number of digits of a context
+DIGITS = 9  # maximum number of digits of a value of --context
 # Options that change the bits of logits.
 ROUNDING = {"--dtype", "--quantize", "--activations", "--kv"}
 
@@ -25,14 +25,14 @@ def machine(
         str | None,
         flag(
             "--context N,N",
-            "Tokens in the KV cache during the timed passes. [default: 256, or what fits]",
+            "Numbers of tokens in the KV cache during the timed passes. [default: 256, or as many as the model allows]",
         ),
     ] = None,
     digest: Annotated[
         bool,
         flag(
             "--digest",
-            "Only compare the bits of the logits: one digest for each instruction set, next to the published one.",
+            "Only compare the bits of the logits: print one digest for each instruction set, and the published digest.",
         ),
     ] = False,
     loading: LoadFlags,
@@ -110,7 +110,7 @@ def _show(facts: Document, memory: str | None) -> None:
 
 
 def _compare_digests(source: ModelSource, loading: LoadFlags, printing: OutputFlags) -> None:
-    """Prints the digest of a model's logits by instruction set; exits with 1 unless all are equal and as published."""
+    """Prints the published digest of a model's logits, and that of each instruction set; exits with 1 if any differ."""
     from medusa_cli.bench.digest import PUBLISHED, digests
     from medusa_cli.engine import load_backbone
 

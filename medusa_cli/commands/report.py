@@ -15,13 +15,13 @@ from medusa_cli.files.io import Document
 from medusa_cli.options import OutputFlags, flag, refuse
 from medusa_cli.runs.run import Run
 
-RUNS = "Runs with a bench: NAME (runs/NAME), a folder, or a bench's .json file. Several are shown side by side."
+RUNS = "Runs with a bench: NAME (runs/NAME), a folder, or a bench's .json file. Several benches are shown side by side."
 OUTPUT = "The page to write. [default: next to the first bench]"
 
 
 @dataclass(frozen=True)
 class JudgeFlags:
-    """Flags of a judge over answers that were measured."""
+    """Holds the flags for a judge that grades the answers of a bench."""
 
     judge: options.Judge = None
     judge_model: options.JudgeModel = None
@@ -63,8 +63,8 @@ def report(
 ) -> None:
     """Write the figures of benches as one HTML page, which needs no network, and as Markdown.
 
-    Speedup by method and category with 95 % intervals, acceptance by position, sweeps, identity, a judge's grades, and
-    the environment.
+    The page shows the speedup by method and category with 95 % intervals, the acceptance by position, sweeps, how many
+    answers are identical, a judge's grades, and the environment.
     """
     printing.configure()
     from medusa_cli.bench.report import read_bench, write_report
@@ -88,7 +88,11 @@ def report(
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Returns the names of benches in a report: the run's name, with the time if a run has two, or else the path."""
+    """Returns the names of benches in a report: the run's name or, outside a run, the file's name.
+
+    If two names are equal, the file's name, which is a time, follows the run's name. If these are equal, too, the path
+    is the name.
+    """
     runs = [path.resolve().parent.parent.name for path in paths]
     inside = [path.parent.name == "bench" for path in paths]
     names = [run if own else path.stem for run, own, path in zip(runs, inside, paths, strict=True)]
@@ -99,7 +103,7 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
 
 def find_bench(name: str) -> Path:
-    """Returns the bench file of a name: the file itself, or the newest of a run."""
+    """Returns the bench file for a name: the file itself if the name ends in .json, else the newest of the run."""
     if name.endswith(".json"):
         return Path(name)
     folder = Run.open(name, named="RUN").bench_dir

@@ -1,4 +1,4 @@
-"""`medusa serve`: the model and its drafter behind an OpenAI-compatible HTTP server."""
+"""`medusa serve`: serves a model and its drafter through an OpenAI-compatible HTTP server."""
 
 import os
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from medusa_cli.serve.middleware import Limits
     from medusa_cli.serve.record import Recorder
 
-# The minimum of the default context in tokens, and the number of additional rows for drafts in a
-# slot.
+# The smallest default context in tokens, and the number of rows for draft tokens that a slot has
+# beyond its context.
 MIN_CONTEXT = 4096
 SPARE_ROWS = 256
 STORE_GB = 10.0
@@ -30,7 +30,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 _access = partial(options.flag, panel="Access")
 _limit = partial(options.flag, panel="Limits", min=1, show_default=True)
-_CONTEXT = "Maximum tokens of a prompt and its answer together. [default: the model's, as far as memory allows]"
+_CONTEXT = "Maximum tokens of a prompt and its answer together. [default: the model's own, as far as memory allows]"
 _ANSWER = "Maximum length of an answer, in tokens. [default: the rest of the context]"
 _STORE = (
     "Folder that keeps the prefix cache across restarts, up to GB gigabytes (10 by default); its files contain the "
@@ -40,8 +40,8 @@ _NAME = "The model's name in the API; repeatable, for aliases. [default: the nam
 _HOST = "Address to listen on; 0.0.0.0: all addresses."
 _ALLOW = "A host name under which clients reach this server, such as that of a proxy; repeatable."
 _KEY = (
-    "A key that clients must send; repeatable. MEDUSA_API_KEY is safer, as other users can read command lines; "
-    "spaces separate its keys."
+    "A key that clients must send; repeatable. The variable MEDUSA_API_KEY is safer, because other users can read "
+    "command lines; it may hold several keys, separated by spaces."
 )
 _RECORD = (
     'Append prompts and answers to FILE, as data for `medusa tune --data`. Requests with "record": false or the '
@@ -55,13 +55,15 @@ _CORS = (
 
 @dataclass(frozen=True)
 class LimitFlags:
-    """Flags for the limits of the server, and for the prefixes that it keeps."""
+    """Holds the flags for the limits of the server, and for the prefix store."""
 
-    batch_size: Annotated[int, _limit("--batch-size N", "Answers decoded at the same time.")] = 8
+    batch_size: Annotated[int, _limit("--batch-size N", "Answers decoded in one batch.")] = 8
     queue: Annotated[
         int,
         _limit(
-            "--queue N", "Maximum number of waiting requests; further ones get status 429.", min=0
+            "--queue N",
+            "Maximum number of waiting requests; further requests get status 429.",
+            min=0,
         ),
     ] = 64
     context: Annotated[int | None, options.flag("--context N", _CONTEXT, panel="Limits", min=2)] = (
@@ -70,7 +72,7 @@ class LimitFlags:
     max_new_tokens: Annotated[
         int | None, options.flag("--max-new-tokens N", _ANSWER, panel="Limits", min=1)
     ] = None
-    max_body: Annotated[int, _limit("--max-body KIB", "Largest body of a request.")] = 1024
+    max_body: Annotated[int, _limit("--max-body KIB", "Maximum size of a request's body.")] = 1024
     prefix_store: Annotated[
         str | None, options.flag("--prefix-store DIR[:GB]", _STORE, panel="Limits")
     ] = None
@@ -80,13 +82,16 @@ class LimitFlags:
 
     @property
     def store(self) -> tuple[Path, int] | None:
-        """Returns the folder of the prefix store and its size in bytes; raises UsageError if it names neither."""
+        """Returns the folder of the prefix store and its maximum size in bytes, or None without --prefix-store.
+
+        Raises UsageError for a value that is not valid.
+        """
         return None if self.prefix_store is None else folder_and_bytes(self.prefix_store)
 
 
 @dataclass(frozen=True)
 class AccessFlags:
-    """Flags for the address, for access, and for recording requests."""
+    """Holds the flags for the address, for access, and for the record of answers."""
 
     name: Annotated[list[str] | None, _access("--name NAME", _NAME)] = None
     host: Annotated[str, _access("--host ADDRESS", _HOST, show_default=True)] = HOST
@@ -108,7 +113,7 @@ class AccessFlags:
         Path | None, _access("--ssl-certfile FILE", "Serve HTTPS with this certificate.")
     ] = None
     ssl_keyfile: Annotated[
-        Path | None, _access("--ssl-keyfile FILE", "Its key. [default: in the same file]")
+        Path | None, _access("--ssl-keyfile FILE", "The certificate's key. [default: in its file]")
     ] = None
     record: Annotated[Path | None, _access("--record FILE", _RECORD, dir_okay=False)] = None
     access_log: Annotated[bool, _access("--access-log", "Print a line for every request.")] = False
@@ -127,12 +132,12 @@ class AccessFlags:
             raise UserError(fault, "give a file in another folder")
 
     def names(self, model: str) -> tuple[str, ...]:
-        """Returns the model's names in the API, by default its own, without the path of a local one."""
+        """Returns the model's names in the API: those of --name, or else the name of --model without a local path."""
         own = called(model) if expanded(model).exists() else model
         return tuple(self.name or [own])
 
     def recorder(self, backbone: "Backbone") -> "Recorder | None":
-        """Returns the recorder of --record, and prints where it writes."""
+        """Returns the recorder of --record and prints the name of its file; returns None without --record."""
         if self.record is None:
             return None
         from medusa_cli.serve.record import Recorder, answerer
@@ -165,9 +170,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with the APIs of OpenAI, Anthropic, llama.cpp and Ollama, and a web page at /.
 
-    Answers are decoded together; each may begin and end at any step. --temperature applies to requests without one.
-    Ctrl-C or SIGTERM lets running answers finish; a second one ends them. SIGHUP loads the drafter again for new
-    requests.
+    Answers are decoded together; each of them may begin and end at any step. --temperature applies to requests that do
+    not give one. Ctrl-C or SIGTERM lets running answers finish; a second signal ends them. SIGHUP loads the drafter
+    again for new requests.
     """
     console.configure(quiet)
     fetch.progress = console.fetching
@@ -211,7 +216,7 @@ def serve(
     )
     server.run(listener)
     medusa.close()
-    # A socket file that has changed belongs to another server, and stays.
+    # If the socket file has changed, it belongs to another server and is not deleted.
     if access.uds and file_identity(access.uds) == bound:
         access.uds.unlink(missing_ok=True)
 
@@ -223,7 +228,7 @@ def limits_of(
     names: tuple[str, ...],
     temperature: float,
 ) -> "Limits":
-    """Returns the server's limits; those of the memory depend on the model."""
+    """Returns the server's limits. Slots and context also depend on the memory that the model needs."""
     from medusa_cli.serve.middleware import Limits
 
     slots, longest, share = fitting_limits(backbone, limiting.batch_size, limiting.context)
@@ -247,7 +252,7 @@ def limits_of(
 
 
 def folder_and_bytes(text: str) -> tuple[Path, int]:
-    """Returns the folder and the size that DIR[:GB] names; raises UsageError if there is neither."""
+    """Returns the folder and the size in bytes that DIR[:GB] names; raises UsageError if either is not valid."""
     folder, colon, size = text.rpartition(":")
     gigabytes = STORE_GB
     if not colon or "/" in size:
@@ -266,11 +271,11 @@ def folder_and_bytes(text: str) -> tuple[Path, int]:
 def fitting_limits(
     backbone: "Backbone", slots: int, context: int | None
 ) -> tuple[int, int, int | None]:
-    """Returns the slots, the context and the share of a request without a limit that fit in the free memory.
+    """Returns the number of slots and the context that fit in the free memory, and a share of the memory in tokens.
 
-    Warns if the memory holds less. In a lazy cache, one sequence may take all memory, and requests wait while running
-    ones leave too little. In another cache, every slot is as large as the largest one. context: the number of tokens
-    asked for, None for the model's. A share of None is the context.
+    The share is what a request without a limit gets; None: the whole context. Warns if less fits than was asked for. In
+    a lazy cache, one sequence may take all memory, and a request waits while running requests leave too little. In any
+    other cache, every slot is as large as the largest slot. context: the requested number of tokens; None: the model's.
     """
     from medusa_cli.decode.decoder import MEMORY_SHARE
     from medusa_cli.device import free_memory

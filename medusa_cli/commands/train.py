@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LOGGERS = ("tensorboard", "wandb", "trackio")  # as in medusa_cli.train.loggers, which imports torch
 _RECIPE = (
-    "A recipe's file, or its name (medusa1, hydra, eagle), and settings such as train.lr=1e-3."
+    "The file or name (medusa1, hydra, eagle) of a recipe, and settings such as train.lr=1e-3."
 )
 _DATA = "Conversations (JSON or JSONL) to train on. [default: the run's distill.jsonl]"
 _STAGE = "1: the heads on the frozen model; 2: heads and model together. [default: 1]"
@@ -33,9 +33,9 @@ _SCHEDULE = (
     "Stage 2: schedule of lambda_0, the weight of the heads' loss: constant, warmup or sine."
 )
 _FROM = (
-    "Start from another run's heads, or from those that ship for a model, if they fit (in stage 2 "
-    "with their adapter). Without a recipe, the heads keep their shape and loss. "
-    "A run without data uses the other run's. mtp: from the MTP layer in the model's own checkpoint."
+    "Start from the heads of another run, or from those that ship for a model, if they fit (in stage 2 "
+    "with their adapter). Without a recipe, the heads keep their shape and loss. A run without conversations "
+    "uses those of the other run. mtp: start from the MTP layer in the model's own checkpoint."
 )
 _LOGGER = "Also log the training to tensorboard, wandb or trackio."
 _DRY_RUN = "Report the data, memory and time that training will take, measured on two steps; write nothing."
@@ -54,7 +54,8 @@ def train(
     stage: Annotated[int | None, flag("--stage N", _STAGE)] = None,
     schedule: Annotated[str | None, flag("--schedule NAME", _SCHEDULE)] = None,
     tuning: Annotated[
-        str | None, flag("--tuning METHOD", "Stage 2: lora, qlora (4-bit model) or full.")
+        str | None,
+        flag("--tuning METHOD", "Stage 2: lora, qlora (4-bit model) or full (all weights)."),
     ] = None,
     resume: Annotated[bool, flag("--resume", "Resume from the run's checkpoint.")] = False,
     logger: Annotated[str | None, flag("--logger NAME", _LOGGER)] = None,
@@ -62,11 +63,11 @@ def train(
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
-    """Train a drafter on the model's own answers; the model stays frozen, or learns too with --stage 2.
+    """Train a drafter on the model's own answers; the model stays frozen, unless --stage 2 trains it, too.
 
-    Writes RUN/drafter (and RUN/adapter), the log train.jsonl, the curves train.png and checkpoints. The drafter is
-    that of the validation with the highest simulated acceptance. Without options it takes about ten minutes on two
-    cores. Ctrl-C or SIGTERM leaves a checkpoint for --resume.
+    Writes RUN/drafter (in stage 2 also RUN/adapter), the log train.jsonl, the curves train.png and checkpoints. The
+    drafter has the weights of the validation with the highest simulated acceptance. Without options, it takes about ten
+    minutes on two cores. Ctrl-C or SIGTERM leaves a checkpoint for --resume.
     """
     first = os.environ.get("RANK", "0") == "0"
     printing.configure(first=first)  # only the first process prints
@@ -143,7 +144,7 @@ def _check_flags(logger: str | None, dry_run: bool, resume: bool) -> None:
 
 
 def _origin(start: str) -> "Run":
-    """Returns the run whose heads, or whose conversations, a training starts from."""
+    """Returns the run from whose heads or conversations a training starts; raises UserError if it has neither."""
     from medusa_cli.runs.run import Run
 
     origin = Run.with_heads(start)
@@ -181,7 +182,7 @@ def _report(trained: "Trained", target: "Run", json: bool) -> None:
 
 
 def help_sections() -> dict[str, list[tuple[str, str]]]:
-    """Returns the keys of a recipe, for --help."""
+    """Returns the keys of a recipe with their defaults and meanings, for --help."""
     from medusa_cli.runs.recipe import meanings
 
     rows = [(f"{key}={default}", meaning) for key, (default, meaning) in meanings().items()]
@@ -196,7 +197,7 @@ def _estimate(
     source: Path,
     json: bool,
 ) -> None:
-    """Prints what a training will take."""
+    """Prints the data, memory and time that a training will take."""
     from medusa_cli.train import estimate
 
     try:
@@ -224,7 +225,7 @@ def _estimate(
 
 @contextmanager
 def stopping() -> Iterator[list[int]]:
-    """Collects the first Ctrl-C or SIGTERM, which asks to stop between steps; a second one ends at once."""
+    """Yields a list that receives the first Ctrl-C or SIGTERM; a second one ends the program at once."""
     received: list[int] = []
     before: dict[int, Any] = {}
 

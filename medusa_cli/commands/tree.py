@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from medusa_cli.tree import Tree
     from medusa_cli.tree.search import StepTimes
 
-CALIBRATION = "From `medusa calibrate`. [default: the run's calibration.json]"
-BUDGET = "Nodes, the root included; auto: the size with the most expected tokens per second here. [default: 64]"
-CHOICES = "A tree file or medusa_choices list to draw and save."
-SHAPE = "All paths over the W1 best guesses of head 1, the W2 best of head 2, ..."
-OUTPUT = "Where to save it; a picture is saved next to it. [default: the run's tree.json]"
+CALIBRATION = "A file from `medusa calibrate`. [default: the run's calibration.json]"
+BUDGET = "Nodes, the root included; auto: the number with the most expected tokens per second here. [default: 64]"
+CHOICES = "A file with a tree, or with a medusa_choices list, to draw and save."
+SHAPE = (
+    "The tree of all paths over the W1 best guesses of head 1, the W2 best guesses of head 2, ..."
+)
+OUTPUT = "Where to save the tree, with a picture next to it. [default: the run's tree.json]"
 DEFAULT_BUDGET = 64
 DRAWN_NODES = 256
 # Sizes to compare with the chosen size: 1 (a plain step), and sizes that are common elsewhere.
@@ -64,9 +66,9 @@ def tree(
 ) -> None:
     """Find the draft tree with the highest expected acceptance length, draw it and save it.
 
-    With --budget N it is the best tree of N nodes for the accuracies that `medusa calibrate` measured. --budget auto
-    also chooses the size, from step times measured on this machine. Without options, it takes the accuracies of the
-    default run, or else of the drafter that ships; the tree of that drafter is drawn but not saved.
+    With --budget N, it is the best tree of N nodes for the accuracies that `medusa calibrate` measured. --budget auto
+    also chooses the size, from step times measured on this machine. Without options, the accuracies are those of the
+    default run, or else those of the drafter that ships; the tree for that drafter is drawn but not saved.
     """
     printing.configure()
     from medusa_cli.tree.search import expected_length
@@ -117,7 +119,7 @@ def tree(
 
 
 def _check_sources(sources: dict[str, Any], measure: bool, loading: list[str]) -> None:
-    """Raises UsageError for a tree from two sources, and for flags that only timing reads."""
+    """Raises UsageError for a tree from two sources, and for flags that only --budget auto uses."""
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} exclude each other", "give one of them")
@@ -185,7 +187,7 @@ def as_given(shape: str | None, choices: Path | None) -> Chosen | None:
 
 
 def by_budget(used: Calibration, budget: str | None, source: str, run: str | None) -> Chosen:
-    """Returns the best tree of `budget` nodes by the accuracies; source: the origin of the heads."""
+    """Returns the best tree of `budget` nodes by the accuracies. source: says in errors where these come from."""
     from medusa_cli.tree.io import MAX_NODES
     from medusa_cli.tree.search import largest, search
 
@@ -237,7 +239,7 @@ def by_time(used: Calibration, run: Run | None, loading: LoadFlags, again: bool)
 
 
 def time_run(run: Run, loading: LoadFlags, again: bool) -> "StepTimes":
-    """Returns the times of a run's steps on this machine; they are measured if none are kept, or if `again`."""
+    """Returns the times of a run's steps on this machine; they are measured if none are stored, or if `again`."""
     from medusa_cli.decode.step_times import step_times_for
     from medusa_cli.drafters import load_drafter
     from medusa_cli.engine import load_backbone
@@ -268,7 +270,7 @@ def parse_shape(text: str) -> list[int]:
 
 
 def missing_accuracies(widths: tuple[int, ...], known: Calibration) -> list[str]:
-    """Lists the accuracies that a tree needs and that the heads lack, or that were not measured."""
+    """Returns notes on accuracies that a tree needs, but that are outdated, not measured, or of a missing head."""
     notes = []
     if known.stale:
         notes.append(

@@ -1,4 +1,4 @@
-"""`medusa tune`: from a model to a faster one in a given time."""
+"""`medusa tune`: makes a model faster in a given time."""
 
 import os
 import shlex
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from medusa_cli.tune.tuning import Tuning
 
 _MODEL = "Your model: a name, a folder (of a model or a LoRA adapter), a GGUF file, or a Hugging Face id."
-_TIME = "The time for all of it, such as 30m, 1h30m or 90s."
+_TIME = "The time for all of the work, such as 30m, 1h30m or 90s."
 _DATA = (
-    "Your own prompts or conversations: JSON, JSONL, or a .txt file with a prompt a line; also the file of `medusa "
-    "serve --record`. [default: ShareGPT, for models of code with as many prompts about code]"
+    "Your own prompts or conversations: a JSON or JSONL file, a .txt file with one prompt per line, or the file of "
+    "`medusa serve --record`. [default: ShareGPT; for models that write code, half of the prompts are about code]"
 )
 _RUN = "The run to write. [default: named after MODEL, with -tuned]"
-_ENDPOINT = "Servers that run the model and answer the prompts in this machine's place, as with `medusa distill`."
+_ENDPOINT = "Servers that run the model and answer the prompts instead of this machine, as in `medusa distill`."
 _DRY_RUN = "Measure and plan only; write nothing."
 
 
@@ -49,8 +49,9 @@ def tune(
     """Make a model faster in a given time: distill, train, calibrate, and choose drafter and tree by measured speed.
 
     Measures this machine first, and says what to expect. Training starts from the included drafter
-    of a related model if its drafts are accepted. Ctrl-C stops it; the same command continues, and
-    a longer --time extends it. The answers are those of plain decoding, as the last table shows.
+    of a related model if enough of its drafts are accepted. Ctrl-C stops the work; the same command
+    continues it, also with a longer --time. The answers are those of plain decoding, as the last
+    table shows.
     """
     printing.configure()
     from medusa_cli.tune.plan import parse_time
@@ -83,7 +84,7 @@ def tune(
 
 
 def checked(model: str) -> ModelSource:
-    """Returns the source of a model that can be tuned; raises UserError for others, and for a drafter's folder."""
+    """Returns the source of a model; raises UserError for a drafter's folder, and for a model that cannot be tuned."""
     config = expanded(model) / "config.json"
     if config.is_file() and is_drafter(read_object(config)):
         raise UserError(
@@ -99,7 +100,7 @@ def checked(model: str) -> ModelSource:
 
 
 def options_of(tuning: "Tuning") -> str:
-    """Returns the options with which `medusa chat` and `serve` decode in the way that was chosen."""
+    """Returns the options with which `medusa chat` and `serve` decode by the method that was chosen."""
     model = f"--model {shlex.quote(tuning.model.name)}"
     run = f"--run {tuning.run.argument}"
     start = tuning.state.measured.start if tuning.state.measured else None

@@ -321,7 +321,7 @@ def fim_tokens(tokenizer: Any) -> tuple[str, str, str] | None:
 
 
 def with_fim_tokens(seeds: Sequence[Conversation], tokenizer: Any) -> list[Conversation]:
-    """Returns seeds with the tokenizer's own FIM tokens in raw prompts; if there are none, drops raw prompts."""
+    """Returns seeds with the tokenizer's own FIM tokens in raw prompts; without such tokens, drops raw prompts."""
     own = fim_tokens(tokenizer)
     if own is None:
         return [seed for seed in seeds if not seed.raw]

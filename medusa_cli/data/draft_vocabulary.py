@@ -9,10 +9,10 @@ from torch import Tensor
 def frequent_tokens(
     texts: Sequence[Tensor], size: int, vocab_size: int, known: Tensor | None = None
 ) -> Tensor:
-    """Returns the `size` tokens [size] that occur in the largest number of texts; ties are broken by id.
+    """Returns the `size` tokens [size] that occur in the largest number of texts.
 
-    Of equally frequent tokens, those in an earlier vocabulary `known` come first. Texts are counted instead of
-    occurrences, because a repetitive answer can contain one rare token a hundred times.
+    Of tokens in equally many texts, those in an earlier vocabulary `known` come first, and then those with lower ids.
+    Texts are counted instead of occurrences, because a repetitive answer can contain one rare token a hundred times.
     """
     counts = torch.bincount(torch.cat([text.unique() for text in texts]), minlength=vocab_size)
     if known is not None:

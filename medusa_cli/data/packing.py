@@ -38,7 +38,7 @@ class Dataset:
     """Holds training conversations and held-out conversations.
 
     digest: identifies the conversations, their order and the split. states [rows, W]: the rows to which the
-    conversations refer; None: the model computes the states in every step. kept: the states were stored during
+    conversations refer; None: the model computes them in every training step. kept: the states were stored during
     distillation, perhaps by another backbone. columns [H * taps]: the columns of a row that a drafter reads; None: all.
     """
 

@@ -32,7 +32,7 @@ PROMPTS = ("prompt", "question", "instruction", "text")
 NAMED = (catalogue.DEFAULT_SEED, LONG, CODE_TURNS, CODE, *HUB)
 log = logging.getLogger(__name__)
 # Seeds are sorted by length within windows of this many batches. The conversations in a batch then
-# have similar lengths (attention runs to the longest), while the overall order stays random.
+# have similar lengths (attention runs over the longest one), while the overall order stays random.
 WINDOW = 8
 
 

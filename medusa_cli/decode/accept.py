@@ -25,7 +25,8 @@ def accept(
     """Returns the accepted path of each draft, given the model's logits [B, N, V] after each node.
 
     Logits of padding nodes are not read. likeliest [B, N]: the token with the largest logit after each node, if known.
-    Logits processors run only on visited nodes, from the root down, so they see the same text as without drafts.
+    Logits processors run only at nodes that the search visits, from the root down, so they see the same texts as in
+    plain decoding.
     """
     fast = any(sampler.greedy and sampler.processors is None for sampler in samplers)
     best: list[list[int]] = []
@@ -48,7 +49,7 @@ def _chosen(scores: Tensor, draft: Draft, sampler: Sampler) -> Path:
 
     Plain decoding chooses the same tokens, because it draws them with the same random numbers.
     """
-    # Only a few nodes are visited, so each token is chosen when the walk reaches its node.
+    # The walk visits only a few nodes, so the token after a node is chosen only when the walk reaches the node.
     if sampler.processors is not None or scores.device.type == "cpu":
         return _follow(draft, lambda node: sampler.choose(scores[node]))
     # On a GPU, each read of a value waits for the device, so the tokens of all nodes are drawn at once.
@@ -75,7 +76,7 @@ def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
 def longest_path(
     chosen: Tensor, tokens: Tensor, depth: Tensor, parents: Tensor, tree_mask: Tensor, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the accepted paths of B trees without reading a value from the device, so that CUDA graphs can run it.
+    """Returns the accepted paths of B trees without reading a value from the device, as a CUDA graph requires.
 
     `accept` finds paths on the host; it also runs logits processors and, on a CPU, draws only at visited nodes. chosen
     [B, N]: the token chosen after each node. tokens, depth, parents [B, N] and tree_mask [B, N, N] describe the trees.
@@ -103,8 +104,8 @@ def longest_path(
 def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
     """Returns the longest path whose tokens all have p > min(epsilon, delta * exp(-H)) (Medusa, section 3.3.1).
 
-    H is the entropy after the token's parent. Among equally long paths, the most likely is returned. The bonus token is
-    the model's most likely token.
+    H is the entropy of the distribution after the token's parent. Among equally long paths, the most likely is
+    returned. The bonus token is the model's most likely token after the path.
     """
     sampling = sampler.sampling
     processors = sampler.processors

@@ -24,23 +24,23 @@ MARGIN = 1.03
 # The policy keeps drafting only if a tree promises this many times the tokens per second of plain
 # decoding.
 MIN_GAIN = 1.02
-# A batch begins to draft only if a tree promises a gain over plain decoding of this share for each
-# sequence, because the drafter must first read the prompts and the last tokens that it has missed.
+# A batch of n sequences begins to draft only if a tree promises a gain over plain decoding of n times
+# this share, because the drafter must first read the prompts and the last tokens that it has missed.
 GAIN_PER_SEQUENCE = 0.02
 # The minimum number of plain steps before a trial of a tree.
 RETRY_STEPS = 12
 # A trial ends after this many steps without accepted draft tokens.
 TRIAL_STEPS = 2
 # After a batch in which drafts could not pay, a smaller batch waits for this many steps before it drafts.
-# A client leaves the batch for only a moment between two requests, and a drafter that has missed a part of
-# a text needs the time of several steps to read the text's end.
+# The batch may be smaller for only a moment, between two requests of a client. A drafter that has missed a
+# part of a text needs the time of several steps to read the text's end.
 RESUME_STEPS = 16
 # The maximum number of plain steps before a trial, however much the last trial cost.
 MAX_RETRY_STEPS = 512
 # A trial may add at most this share to the time of the plain steps before it.
 MAX_TRIAL_COST = 0.005
 # Drafts are tried if they would pay with this share more accepted tokens than calibration expects.
-# The mean over n texts varies less, so the share is divided by the square root of n.
+# The mean over n texts varies less than one text, so the share is divided by the square root of n.
 OPTIMISM = 0.5
 # The weights of priors, in expected draft tokens. PRIOR is that of the calibration, which is a mean
 # over all texts. CONFIDENCE_PRIOR is that of the drafter's confidences in each text.
@@ -55,13 +55,13 @@ USUAL_RATE = 0.02
 # The prices of draft tokens rise as the ratio of accepted to expected draft tokens falls. Below this
 # ratio, they do not rise further.
 LEAST_ACCEPTANCE = 0.1
-# The numbers of matched tokens to try.
+# The numbers of tokens from an n-gram match that the policy considers for a draft.
 MATCH_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 
 @dataclass(frozen=True)
 class Growing:
-    """Describes trees that grow. limits: their maximum sizes. hits [K]: how likely each head's best guess is right."""
+    """Describes trees that grow. limits: their maximum sizes. hits [K]: how often each head's best guess is right."""
 
     limits: DynamicTree
     hits: tuple[float, ...]
@@ -69,7 +69,7 @@ class Growing:
     def prices(self, costs: BatchCosts, length: float, rate: float, acceptance: float) -> Prices:
         """Returns the prices of draft tokens after texts of this mean length.
 
-        rate: tokens per second. acceptance: the ratio of accepted tokens to the sum of confidences.
+        rate: the expected tokens per second. acceptance: the ratio of accepted tokens to the sum of confidences.
         """
         draft_rate = rate / max(acceptance, LEAST_ACCEPTANCE)
         passes = [costs.added(nodes, 0, length) for nodes in range(1, self.limits.budget + 1)]
@@ -111,16 +111,17 @@ class Trial:
 class AdaptivePolicy(DraftPolicy):
     """Chooses the tree size that gives the most tokens per second, down to plain decoding.
 
-    For each sequence, the policy tracks the ratio of accepted to expected draft tokens. It expects
-    1 + ratio * (expected - 1) tokens per step from a tree. Step times are measured before decoding,
-    and each step corrects them. Some plain steps check that drafting still pays. All sequences in a
-    pass draft the same tree. A new sequence starts from the estimate for its kind of sampling.
+    For each sequence, the policy tracks the ratio of accepted to expected draft tokens. If calibration
+    expects n tokens per step from a tree, the policy expects 1 + ratio * (n - 1). Step times are
+    measured before decoding, and each step corrects them. From time to time, a plain step checks that
+    drafting still pays. All sequences in a pass draft the same tree. A new sequence starts from the
+    estimate for its kind of sampling.
 
     With a drafter whose confidences are calibrated, one growing tree replaces the trees of all
     sizes: in each step, the tree grows as long as its growth pays. The tracked ratio is then that
     of accepted tokens to the sum of the confidences.
 
-    The policy decodes plainly, tries drafts, or drafts:
+    The policy decodes plainly, tries drafts (a trial), or drafts. It changes between these states:
 
         plain -> trial      after some plain steps, whose number rises with the last trial's cost
         trial -> drafting   as soon as drafts pay
@@ -136,7 +137,7 @@ class AdaptivePolicy(DraftPolicy):
         ngrams: bool = False,
         growing: Growing | None = None,
     ) -> None:
-        """Creates a policy that chooses among trees of all sizes, or lets a tree grow."""
+        """Creates a policy that chooses among `trees` or, with `growing`, lets one tree grow."""
         super().__init__(ngrams)
         drafted = [sized for sized in trees if sized.tree.size > 1]
         self._growing = growing if drafted else None
@@ -216,7 +217,7 @@ class AdaptivePolicy(DraftPolicy):
         return drafts or self._may_pay(batch)
 
     def _may_pay(self, batch: int) -> bool:
-        """Returns True if a tree would pay at this batch size with many more accepted draft tokens than expected."""
+        """Returns True if a tree would pay at this batch size with more accepted tokens than expected; see OPTIMISM."""
         if len(self._trees) == 1:
             return False
         costs = self.costs.of_batch(batch)
@@ -263,7 +264,8 @@ class AdaptivePolicy(DraftPolicy):
             if grows and not self._trial:
                 self._current = 0  # a larger batch begins with plain steps
             best, _ = self._best()
-            # A trial continues until a tree pays, because sequences may come and go at every step.
+            # Sequences may come and go at every step, so a change of the batch does not end a trial
+            # unless a tree pays.
             if best or not self._trial:
                 self._current = best
                 self._trial = None
@@ -310,9 +312,9 @@ class AdaptivePolicy(DraftPolicy):
     def weigh_matches(self, chances: list[float]) -> list[tuple[Tree, int]]:
         """Returns the tree of each sequence, and the number of matched tokens to add to it.
 
-        chances: for each sequence, the probability that a matched token is right if all earlier ones
-        are; 0 without a match. The widest draft determines the time of the pass, and the drafter
-        runs for all sequences or for none. So the sizes are chosen for all sequences together.
+        chances: for each sequence, the probability that a token of its match is right if all tokens
+        before it are; 0 without a match. The widest draft determines the time of the pass, and the
+        drafter runs for all sequences or for none. So the sizes are chosen for all sequences together.
         """
         batch = len(chances)
         plain = self._trees[0]
@@ -403,7 +405,7 @@ class AdaptivePolicy(DraftPolicy):
     def _count_plain_step(self) -> None:
         """Counts a plain step, and starts a trial of the cheapest tree if it is time for one.
 
-        Before a trial, there are enough plain steps to keep its cost within MAX_TRIAL_COST of their time.
+        The trial waits for so many plain steps that its cost is at most the share MAX_TRIAL_COST of their time.
         """
         self._plain_steps += 1
         batch = len(self._sequences)
@@ -442,7 +444,7 @@ class AdaptivePolicy(DraftPolicy):
 
 
 def _update(acceptance: AcceptanceEstimate, size: TreeSize, step: Step, levels: int) -> None:
-    """Updates a sequence's estimate after a step with `levels` levels; for a tree that grows, also its usual size."""
+    """Updates a sequence's estimate after a step with `levels` levels and, if the tree grew, the averages in `size`."""
     expected = size.expected - 1
     if step.growth is not None:
         expected = step.growth.expected
@@ -461,7 +463,10 @@ def _seconds(sized: SizedTree, step_times: StepTimes) -> float:
 
 
 def convex(values: list[float]) -> list[float]:
-    """Returns the highest convex curve that lies below measured times, as disturbances only add time."""
+    """Returns the highest convex curve that lies below measured times, as disturbances only add time.
+
+    Where this curve would fall, the result stays level.
+    """
 
     def slope(start: int, end: int) -> float:
         return (values[end] - values[start]) / (end - start)

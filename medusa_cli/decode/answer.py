@@ -46,8 +46,8 @@ class Accepted:
     """Holds an accepted path of one sequence.
 
     path, tokens [A+1]: the accepted nodes, root first, and their tokens. ids [A+1]: `tokens` on the device. bonus: the
-    token after the path. hidden [A+1, H * layers]: the hidden states of the path. extra_hidden [K, H]: the extra rows
-    of the last node (FIRP). likelihoods: the log probabilities of the new tokens, if requested.
+    token after the path. hidden [A+1, H * layers]: the hidden states of the path. extra_hidden [K, H]: those of the
+    last node's extra rows (FIRP). likelihoods: the log probabilities of the new tokens, if requested.
     """
 
     path: list[int]
@@ -123,7 +123,7 @@ class Stats:
 
     @property
     def acceptance_length(self) -> float:
-        """Returns the mean number of tokens per verified step, including the bonus token: 1.0 in plain decoding."""
+        """Returns the mean number of tokens per step after prefill, with the bonus token: 1.0 in plain decoding."""
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 
     @property
@@ -133,7 +133,7 @@ class Stats:
 
     @property
     def step_s(self) -> float:
-        """Returns the mean duration of a verified step in seconds, including drafting."""
+        """Returns the mean duration of a step after prefill in seconds, including drafting."""
         return (self.draft_s + self.verify_s) / self.steps if self.steps else 0.0
 
 
@@ -150,7 +150,7 @@ class Answer:
 
     finish_reason: None until the answer ends, then "stop", "length" or "cancelled". A stop string
     is not part of the text, and text that may begin a stop string is held back. The first complete
-    stop string ends the text. If one token completes several, the text ends where the first begins.
+    stop string ends the text. If one token completes several, the text ends before the earliest of them.
     `tokens` includes the tokens of a stop string and the end token. step: the last step, truncated
     after the token that completes a stop string. stops: the stop strings; several answers may share
     them. keep: special tokens that appear in the text, in addition to those in stop strings. ends:

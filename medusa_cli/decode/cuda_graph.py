@@ -30,7 +30,8 @@ from medusa_cli.tree import Draft, DynamicTree
 from medusa_cli.tree.tensors import outline
 from medusa_cli.tree.tree import UNREAD, unread_draft
 
-# The sizes of graphs in nodes. Their batch sizes are powers of two.
+# The numbers of nodes per tree for which graphs are captured, each for batch sizes that are powers of
+# two and for the number of slots.
 ROWS = (1, 16, 64)
 # The number of warm-up runs before a capture, in which libraries choose kernels and allocate
 # workspaces.
@@ -77,7 +78,7 @@ class CudaGraphs:
             self._reserve(engine, context or engine.backbone.max_positions)
 
     def _reserve(self, engine: LayoutEngine, context: int) -> None:
-        """Reserves rows for the whole context if memory allows, because a cache that grows loses all graphs."""
+        """Reserves rows for the whole context if memory allows, because all graphs are lost when the cache grows."""
         rows = context + ROWS[-1]
         needed = rows * self._cache.slots * engine.row_bytes
         free = free_memory(engine.backbone.device)
@@ -159,7 +160,7 @@ class CudaGraphs:
     ) -> list[Accepted] | None:
         """Runs the smallest graph that the drafts fit into; see `step`.
 
-        guesses: the drafter's drafts by index. drafting: the sequences for which the graph drafts.
+        guesses: the drafter's drafts by slot. drafting: the sequences for which the graph drafts.
         """
         cache = self._cache
         size = len(drafts)
@@ -192,8 +193,8 @@ class CudaGraphs:
     def _unread(self, sequence: Sequence, slot: int) -> tuple[NewTokens, list[int]]:
         """Returns the tokens that a graph reads for a sequence's drafter, and the token after each of them.
 
-        If there are more tokens than a graph can read, the drafter reads the first ones here. This
-        happens after a prompt or many plain steps.
+        If there are more tokens than a graph can read, as after a prompt or many plain steps, the
+        drafter reads the first of them now, without a graph.
         """
         drafter = _drafter_of(sequence)
         assert self._slots is not None

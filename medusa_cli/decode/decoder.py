@@ -143,10 +143,10 @@ class Decoder:
         """Assigns a slot to a request and runs its prompt in pieces; yields an item before and after each piece.
 
         The last item contains the step with the first token. Between items, other sequences may take steps, and other
-        prompts may run. request: may be a sequence that was created before from a request, as creation takes time.
+        prompts may run. request: a request, or a sequence that was created from it earlier, as creation takes time.
         `number` selects the sequence's random stream. piece_s: the seconds that a piece should take, which has no
-        effect if the size of pieces would change bits. Raises UserError for a prompt longer than the context, and
-        UsageError for invalid limits.
+        effect if the size of pieces would change the results' bits. Raises UserError for a prompt longer than the
+        context, and UsageError for invalid limits.
         """
         self.backbone.check_process()
         sequence = request
@@ -176,14 +176,15 @@ class Decoder:
         sequence.draft = self.policy.begin(request.sampling)
         sequence.draft.speculative = request.speculative
         slot = self._check_memory(request)
-        # Lazy rows take no memory until they are written, and each growth copies the rows in use.
+        # A lazy cache gets all rows now: they take no memory until they are written, and each growth of the
+        # cache would copy the rows in use.
         rows = self._rows(sequence.longest) if self.cache.lazy else len(request.prompt)
         self.cache.reserve(rows)
         self.prefixes.take(sequence, slot)
 
     @property
     def prompts_at_once(self) -> int:
-        """Returns the number of prompts to give to `admit_all` at once: 1 if a drafter reads the prompts."""
+        """Returns how many prompts `admit_all` can run in one pass: 1, for example, if a drafter reads the prompts."""
         together = self.engine.runs_packs and self.drafter is None and self.taps[-1] == -1
         return PROMPTS if together else 1
 
@@ -305,7 +306,7 @@ class Decoder:
         return drafts, accepted
 
     def _draft(self, sequences: list[Sequence], proposals: list[Proposal]) -> dict[int, Draft]:
-        """Returns the drafter's drafts by sequence index, without those of only the root."""
+        """Returns the drafter's drafts by sequence index; a sequence that drafts only the root has none."""
         if self.drafter is None:
             return {}
         drafts: dict[int, Draft] = {}
@@ -334,8 +335,9 @@ class Decoder:
     def _catch_up(self, slot: int, sequence: Sequence) -> None:
         """Provides the states of a sequence's last tokens to a drafter that has missed them.
 
-        The tokens are run again, which gives the same rows in the cache. If passes over a prompt give other bits than
-        steps, the old rows are put back. Of a long text, only the last tokens are run: a drafter may skip positions.
+        The model runs the tokens again, which writes their rows in the cache again. If passes over a prompt give other
+        bits than steps, the old rows are put back. Of a long text, only the last tokens are run: a drafter may skip
+        positions.
         """
         sequence.missed = False
         end = len(sequence.tokens)
@@ -405,8 +407,8 @@ class Decoder:
     def has_room(self, request: Request) -> bool:
         """Returns True if a slot is free and the running sequences leave enough memory.
 
-        Each sequence counts with its maximum length. The result is also True for a request that
-        could never fit; `prefill` refuses such a request.
+        Each sequence counts with its maximum length. If no sequence is running, the result is True
+        even for a request that can never fit; `prefill` refuses such a request.
         """
         if not self.free_slots:
             return False
@@ -429,7 +431,7 @@ class Decoder:
         return slot
 
     def _memory_for(self, request: Request, share: float = 1) -> tuple[int, int, int]:
-        """Returns the slot for a request, the bytes by which the cache must grow, and a share of the free memory.
+        """Returns the slot for a request, the bytes by which the cache must grow, and `share` of the free bytes.
 
         If there is too little memory, cached prefixes that the request does not share are dropped first.
         """
@@ -450,7 +452,7 @@ class Decoder:
         while needed > free and self.prefixes.evict(but=slot):
             needed, free = bytes_and_free()
         if needed > free and not self.prefixes.taken and self.cuda_graphs is None:
-            # No sequence runs, so the cache is emptied: it need not keep old buffers while it grows.
+            # No sequence runs, so the cache can be emptied: an empty cache keeps no old buffers while it grows.
             self.prefixes.clear()
             self.cache.resize(FIRST_ROWS)
             needed, free = bytes_and_free()

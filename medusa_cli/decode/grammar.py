@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # JSON answers may have only the whitespace that models write most often. With free whitespace, small
 # models may write blanks forever, and the grammar forces fewer tokens. An answer under `oneOf`
-# matches at least one of its schemas; that it matches no other is not checked.
+# matches at least one of the listed schemas; whether it also matches another is not checked.
 JSON_OPTIONS: Any = {
     **{"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
     **{"coerce_one_of": True},
@@ -87,7 +87,8 @@ class Grammar:
 def schema_grammar(source: Any, owner: str = "@json_schema") -> Grammar:
     """Returns the grammar of a JSON schema, which may be a dict.
 
-    Raises UsageError, with the owner, the property and the keyword, if the schema cannot be followed.
+    owner: the name of the schema in error messages. Raises UsageError, with the owner, the property and
+    the keyword, if the schema cannot be followed.
     """
     try:
         schema = json.loads(source) if isinstance(source, str | bytes) else source
@@ -188,13 +189,13 @@ def inline(schema: Mapping[str, Any]) -> str:
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a JSON schema whose objects may have only the properties that the schema lists.
 
-    Most schemas omit `additionalProperties` although they mean to allow none, and small models would keep adding
+    Most schemas omit `additionalProperties` although they mean to forbid them, and small models would keep adding
     properties. Parts that must agree with other parts (`allOf`) stay open, and so do the parts that they refer to.
     """
     result: dict[str, Any] = json.loads(json.dumps(schema))
     combined, inner = _combined(result)
     for part in _parts(result):
-        # A part may also be closed if it lists every property that its combined parts name.
+        # Such a part is also closed if it lists every property that the parts combined with it name.
         covers = id(part) not in inner and _names_of(part) <= {*part.get("properties", ())}
         if (id(part) not in combined or covers) and _names_all(part):
             part["additionalProperties"] = False
@@ -218,7 +219,7 @@ def _names_of(schema: Any) -> set[str]:
 
 
 def _names_all(part: Mapping[str, Any]) -> bool:
-    """Returns True if a schema lists all the properties that its objects need."""
+    """Returns True if a schema lists all properties that its objects need, and has no rule for other properties."""
     properties = part.get("properties")
     required = part.get("required", ())
     if not isinstance(properties, dict) or not isinstance(required, list | tuple):
@@ -444,13 +445,13 @@ def matcher_of(backbone: Backbone, grammar: Grammar) -> LLMatcher:
 
 
 def allowed_by(matcher: LLMatcher, size: int) -> Tensor:
-    """Returns a mask [size] of the tokens that a matcher allows next: beyond its limits, only the end token."""
+    """Returns a mask [size] of the tokens that a matcher allows next: past llguidance's limits, only the end token."""
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return torch.from_numpy(np.unpackbits(bits, count=size, bitorder="little")).bool()
 
 
 def masked(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Returns the scores [1, V], -inf for tokens that are not allowed [V].
+    """Returns the scores [1, V], with -inf for the tokens that the mask `allowed` [V] excludes.
 
     If other processors forbid all allowed tokens, these tokens get equal scores.
     """
@@ -465,7 +466,7 @@ class GrammarProcessor(LogitsProcessor):
     """Sets logits to -inf for tokens that the grammar does not allow next.
 
     The matcher follows the answer in the text, and rolls back when another path of a draft begins. If only one text may
-    follow, llguidance allows only the tokens that the tokenizer encodes this text with.
+    follow, llguidance allows only the tokens with which the tokenizer encodes this text.
     """
 
     def __init__(self, start: LLMatcher, prompt_length: int, stop_ids: Iterable[int]) -> None:

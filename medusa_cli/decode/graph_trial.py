@@ -18,7 +18,8 @@ from medusa_cli.engine.torch_layers import TOLERANCE
 from medusa_cli.errors import first_line
 from medusa_cli.tree import Draft, Tree
 
-# The numbers of tokens before the step, of the levels of its draft, and of timed repetitions.
+# The number of tokens in the cache before the timed step, the levels of the step's draft, and the
+# number of timed repetitions.
 BEFORE = 12
 LEVELS = 4
 LAPS = 5

@@ -74,7 +74,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _State:
-    """Holds the state after some tokens: in `part`, or in free text that began at `start`."""
+    """Holds the state after some tokens of the answer: in `part`, or in free text that began at token `start`."""
 
     start: int
     part: _Part | None = None
@@ -84,7 +84,7 @@ class LazyGrammarProcessor(LogitsProcessor):
     """Sets logits to -inf for tokens that the grammar of the current part does not allow next.
 
     The states follow the answer in the text, and roll back when another path of a draft begins.
-    Beyond llguidance's limits, a part is not constrained.
+    Once a part exceeds a limit of llguidance, it is no longer constrained.
     """
 
     def __init__(self, backbone: Backbone, grammar: LazyGrammar, prompt_length: int) -> None:
@@ -128,7 +128,7 @@ class LazyGrammarProcessor(LogitsProcessor):
         return [] if part is None else list(part.matcher.compute_ff_tokens())
 
     def _read(self, text: Tensor) -> _Part | None:
-        """Advances the states to the end of a text [1, L]; returns the part in which it ends."""
+        """Advances the states to the end of a text [1, L]; returns the part in which the text ends, or None."""
         answer: list[int] = text[0, self._prompt_length :].tolist()
         shared = shared_length(answer, self._answer)
         if shared < len(self._answer):

@@ -10,8 +10,8 @@ from medusa_cli.decode.patterns import other_than
 
 ALL = ("null", "boolean", "object", "array", "number", "string")
 MAX_DEPTH = 20
-# For each limit: the type that it applies to, the keyword for the values that it forbids, and the
-# distance from its limit to that of this keyword.
+# For each keyword that sets a limit: the type that it applies to, the keyword that allows only the
+# forbidden values, and the number to add to the limit for that keyword.
 LIMITS = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
@@ -73,7 +73,7 @@ def negated(schema: Any, within: Any, resolve: Callable[[Any], Any], depth: int 
 def _negated_keyword(
     keyword: str, value: Any, types: list[str], inner: Callable[[Any], Any]
 ) -> list[Any]:
-    """Returns schemas of the values of these types that a keyword excludes. inner: negates a schema inside it."""
+    """Returns schemas of the values of these types that a keyword excludes. inner: negates a schema in `value`."""
     match keyword:
         case "type":
             return [_other_types(value, types)]

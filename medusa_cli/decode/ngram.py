@@ -30,8 +30,8 @@ PRIOR = 4.0
 # Older evidence loses weight by this factor with each update.
 DECAY = 0.97
 MAX_CHANCE = 0.98
-# An estimate may be too high by this many standard errors, because the policy also drafts when an
-# estimate is high only by chance.
+# The adaptive policy lowers an estimate by this many standard errors, because it would otherwise also
+# draft when the estimate is high only by chance.
 ERRORS = 0.5
 
 
@@ -72,7 +72,8 @@ class AcceptanceEstimate:
 class NgramMatch:
     """Holds the tokens that follow a match, and the match's length.
 
-    chance: the probability that each token is right. doubt: by how much `chance` may be too high.
+    chance: the probability that a token is right if all tokens before it are. doubt: by how much
+    `chance` may be too high.
     """
 
     tokens: tuple[int, ...]
@@ -86,7 +87,7 @@ NgramTrust = dict[int, AcceptanceEstimate]
 
 
 def ngram_trust(shared: NgramTrust | None = None) -> NgramTrust:
-    """Returns the trust at the beginning of a text: the prior or, given `shared`, the mean of both."""
+    """Returns the trust at the beginning of a text: the prior or, given `shared`, the mean of prior and `shared`."""
     trust = {}
     for length, prior in PRIOR_BY_LENGTH.items():
         if shared is None:

@@ -32,7 +32,7 @@ ONE_GUESS = Tree.chain(1)
 
 
 def rows_within(seconds: float, rows: int, taken: float) -> int:
-    """Returns how many rows to run in `seconds`, if `rows` took `taken` seconds: within a factor of 4 of `rows`."""
+    """Returns how many rows to run in `seconds`, if `rows` rows took `taken` seconds: from rows / 4 to 4 * rows."""
     return max(MIN_PIECE, min(4 * rows, max(rows // 4, int(rows * seconds / taken))))
 
 
@@ -87,7 +87,7 @@ class Prefill:
         """Runs a prompt piece by piece; returns the step that contains the first token of the answer.
 
         piece_s: the seconds that a piece should take; it has no effect if the size of pieces would
-        change bits. depth: the maximum depth of draft trees.
+        change the results' bits. depth: the maximum depth of draft trees.
         """
         request = sequence.request
         prompt = list(request.prompt)
@@ -148,7 +148,7 @@ class Prefill:
         return sequence.finish_prefill(NewTokens(tokens, states, root, start, extra), keep_states)
 
     def read(self, sequence: Sequence) -> Iterator[tuple[Sequence, None]]:
-        """Lets the drafter read a long prompt piece by piece before its first draft, all but the last rows."""
+        """Lets the drafter read a long prompt, except its last rows, piece by piece before the first draft."""
         if self._drafter is None or not sequence.draft.speculative:
             return
         fork = sequence.drafter

@@ -21,7 +21,7 @@ from medusa_cli.drafters.base import Drafter
 from medusa_cli.engine import Slots
 from medusa_cli.errors import is_out_of_memory
 
-# After this many seconds, a cached prefix is half as likely to be continued.
+# With every period of this many seconds, a cached prefix becomes half as likely to be continued.
 HALF_LIFE_S = 600.0
 # The cost of copying a token's rows, as a share of the cost of running the token.
 COPY_COST = 1 / 64
@@ -102,7 +102,7 @@ class PrefixCache:
         sequence.taken_at = time.monotonic()
 
     def _shared(self, slot: int, request: Request) -> tuple[int, int]:
-        """Returns how many tokens of the prompt a slot saves, and how many tokens of its text would be lost."""
+        """Returns how many of the prompt's tokens a slot holds, and how many tokens of its text would be lost."""
         previous = self._slots[slot]
         if previous is None:
             return 0, 0
@@ -113,9 +113,9 @@ class PrefixCache:
     def choose(self, request: Request, *, copies: bool = True) -> int:
         """Returns the idle slot for a request.
 
-        The slot saves the most tokens, less the worth of the lost tokens, which a later request could
-        have reused. copies: also consider copies from other slots, which save nearly as many tokens
-        but need memory. Raises ValueError if no slot is idle.
+        The choice maximizes the saved tokens minus the worth of the lost tokens, which a later request
+        could have reused. copies: also consider copies from other slots, which save nearly as many
+        tokens but need memory. Raises ValueError if no slot is idle.
         """
         shared = [self._shared(slot, request) for slot in range(len(self._slots))]
         longest = max(saved for saved, _ in shared)
@@ -277,7 +277,7 @@ class PrefixCache:
         self._store.finish()
 
     def _save(self, sequence: Sequence, store: PrefixStore | None, *, waits: bool = False) -> None:
-        """Gives the store the segments of a text that it lacks. waits: wait for a busy store, instead of ending."""
+        """Gives the store the segments of a text that it lacks. waits: wait for a busy store, instead of giving up."""
         if store is None:
             return
         for segment in self._lacking(sequence, store, ended=True):
@@ -358,7 +358,7 @@ class PrefixCache:
         self._cache.truncate(slot, 0)
 
     def evict(self, but: int | None = None) -> bool:
-        """Drops the cached prefix that is worth least for its memory; returns False if there is no prefix to drop.
+        """Drops the cached prefix with the least worth per byte; returns False if there is no prefix to drop.
 
         The prefix is written to the store, and its memory is freed. but: a slot that keeps its prefix.
         """

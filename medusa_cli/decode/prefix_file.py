@@ -51,7 +51,7 @@ class Rows:
 
 
 class Header(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds the header of a file: the key of the text before its tokens, their number, and the kind of each array."""
+    """Holds a file's header: the key of the text before the file's tokens, their number, and each array's kind."""
 
     parent: str
     tokens: int

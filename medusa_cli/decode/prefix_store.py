@@ -32,7 +32,7 @@ MIN_TOKENS = 256
 MIN_GAIN = 64
 # If more bytes than this wait to be written, nothing more is copied for the store.
 MAX_PENDING = 256 << 20
-# The number of tokens that are run to find the bits and the kinds of rows.
+# The number of tokens that are run to find the size of rows and the bits that the model computes.
 PROBE = 16
 NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})\.prefix")
 REMEDY = "give another folder, or leave it out"
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 class Segment:
     """Describes the tokens `ids` of a text that are in one file.
 
-    chain: the keys of the text before them, one after each block, from the root on. name: the
-    file's name; the file may have more tokens.
+    chain: the root, and the key of the text after each block before `ids`. name: the file's name; the
+    file may have more tokens.
     """
 
     chain: tuple[str, ...]
@@ -113,7 +113,7 @@ class PrefixStore:
 
     @torch.inference_mode()
     def _probe(self, backbone: Backbone) -> None:
-        """Runs a few tokens to find the maximum size of a file, and `root`, the digest of the model and its bits."""
+        """Runs a few tokens to find the maximum size of a file, and `root`, the digest of the model and its results."""
         tokens = torch.arange(1, PROBE + 1) * 7919 % backbone.vocab_size
         cache = backbone.engine.new_cache()
         out = backbone.engine.forward(Plan.chain(tokens, logits="last"), cache)
@@ -133,7 +133,8 @@ class PrefixStore:
     def find(self, prompt: Sequence[int], above: int, stateful: bool) -> Future[list[Segment]]:
         """Finds the segments that a prompt begins with, if they end at least MIN_GAIN tokens after `above`.
 
-        Segments that end at or before `above` are left out. stateful: the last segment must have running states.
+        above: a position in the prompt; segments up to there are left out. stateful: the last segment must
+        have running states.
         """
         return self._reader.submit(self._find, tuple(prompt), above, stateful)
 
@@ -176,7 +177,7 @@ class PrefixStore:
         return []
 
     def _shared(self, name: str, rest: tuple[int, ...], stateful: bool) -> tuple[int, ...] | None:
-        """Returns the tokens that a file shares with the rest of a prompt; None if the file cannot be used for it."""
+        """Returns the tokens that a file shares with the rest of a prompt; None if the prompt cannot use the file."""
         try:
             with opened(self.folder / name, self._max_bytes) as file:
                 header, ids = read_ids(file)
@@ -255,7 +256,7 @@ class PrefixStore:
                 os.utime(self.folder / name)
 
     def _evict(self) -> None:
-        """Removes the least recently used files until all together are within the limit."""
+        """Removes the least recently used files until all files together are within the limit."""
         files = list[tuple[int, int, str]]()
         for name in self._names():
             with suppress(OSError):

@@ -276,7 +276,7 @@ def generate_arguments(
     prompt_length: int,
     grammar: GrammarProcessor | LazyGrammarProcessor | None = None,
 ) -> dict[str, Any]:
-    """Returns the arguments that make transformers' generate decode in the same way.
+    """Returns the arguments with which transformers' generate decodes as this package does with the options.
 
     All other settings come from the generation config.
     """
@@ -366,7 +366,7 @@ def sequence_processors(
     own = len(processors)
     while own and isinstance(processors[own - 1], TRUNCATION):
         own -= 1
-    # The sampler truncates itself, unless another processor stands between temperature and top-k.
+    # The sampler applies temperature, top-k and top-p itself, unless another processor follows one of them.
     if not any(isinstance(processor, TRUNCATION) for processor in processors[:own]):
         del processors[own:]
     return SequenceProcessors(processors, text[0], grammar) if processors else None

@@ -43,7 +43,7 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | Non
 def nucleus(probs: Tensor, top_p: float | Tensor) -> Tensor:
     """Returns probabilities, which are in descending order, with those outside the nucleus set to zero.
 
-    A token stays if the sum before it is below top_p, so the most likely token always stays.
+    A token stays if the sum of the probabilities before it is below top_p, so the most likely token always stays.
     """
     before = probs.cumsum(-1) - probs
     return probs.masked_fill((before >= top_p) & (before > 0), 0)  # fp32 may round top_p to 0
@@ -61,8 +61,8 @@ def _top_k(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def _likeliest(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Returns the largest probabilities, in descending order, that together reach top_p, and their token ids."""
-    # On a GPU, reading the sum takes more time than sorting.
+    """Returns enough of the largest probabilities, in descending order, to reach top_p, and their token ids."""
+    # On a GPU, sorting takes less time than waiting for the sum.
     if probs.device.type == "cpu" and probs.shape[-1] > NUCLEUS:
         best = probs.topk(NUCLEUS, dim=-1)
         if bool((best.values.sum(-1) > top_p).all()):

@@ -19,7 +19,7 @@ MAX_TEMPERATURE = 100.0
 class Sampling:
     """Holds the mode, the temperature, the truncation (top_p, top_k, min_p) and the seed.
 
-    min_p: None selects the value in the model's generation config. epsilon, delta: those of typical acceptance.
+    min_p: None selects the value in the model's generation config. epsilon, delta: the limits of typical acceptance.
     """
 
     mode: str = "greedy"
@@ -119,8 +119,9 @@ def sampling_of(
 def sampling_kind(sampling: Sampling) -> tuple[str, float]:
     """Returns the name of the sampling's kind, and the prior acceptance ratio of this kind.
 
-    Sampling options of one kind have similar acceptance. The ratio is relative to greedy calibration:
-    at higher temperatures, fewer draft tokens are accepted. Top-p, top-k and min-p weaken this effect.
+    Sampling options of one kind have similar acceptance. The ratio is relative to the acceptance in
+    calibration, which is greedy. At higher temperatures, fewer draft tokens are accepted. Top-p, top-k
+    and min-p weaken this effect.
     """
     if sampling.greedy:
         return "greedy", 1.0

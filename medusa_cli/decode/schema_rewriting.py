@@ -1,4 +1,4 @@
-"""The rewriting of JSON schemas, of all drafts of the standard, with only the keywords that llguidance follows."""
+"""The rewriting of JSON schemas, of any draft of the standard, as schemas whose keywords llguidance follows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ MAX_COUNTED = 6
 def followable(schema: Mapping[str, Any], owner: str) -> dict[str, Any]:
     """Returns an equivalent schema of keywords that llguidance follows, without definitions that are not used.
 
-    Raises UsageError, with the owner, the property and the keyword, for a schema without an equivalent.
+    owner: the name of the schema in error messages. Raises UsageError, with the owner, the property and
+    the keyword, for a schema without an equivalent.
     """
     return _Rewriter(schema, owner).result
 
@@ -61,7 +62,7 @@ class _Rewriter:
         self._by_uri: dict[str, Any] = {}
         # Anchors that several parts have. Their meaning depends on the schema that refers to them.
         self._dynamic: set[str] = set()
-        # The URI against which a part's references are resolved, by the part's id.
+        # The URI against which a part's references are resolved, by the part's `id()`.
         self._bases: dict[int, str] = {}
         self._index(schema, "")
         self._names: dict[int, str] = {}

@@ -23,8 +23,9 @@ class Request:
     stop_ids: end tokens; None selects those of the model. stop_strings: `Answer` finds them, and its caller then
     cancels the sequence. top: the number of most likely tokens to report with each token; None reports no log
     probabilities. reuse: the number of the prompt's first tokens whose rows may come from the cache; None means all.
-    prompt_logprobs: also report the prompt's tokens; max_new_tokens may then be 0. speculative: False selects plain
-    decoding. Log probabilities are those before logits_options and temperature, as in the OpenAI API and vLLM.
+    prompt_logprobs: also report the log probabilities of the prompt; max_new_tokens may then be 0. speculative: False
+    selects plain decoding. Log probabilities are those before logits_options and temperature, as in the OpenAI API and
+    vLLM.
     """
 
     prompt: abc.Sequence[int]
@@ -181,8 +182,8 @@ class Sequence:
     def reuse_prefix(self, held: Sequence | None, shared: int, drafter: Drafter | None) -> None:
         """Takes over the first `shared` tokens of the finished sequence `held` in a slot.
 
-        If the drafter has to read the last of these tokens again, one token less is taken over. If
-        it has to read more tokens, it reads the last ones when it drafts.
+        If the drafter has to read only the last of these tokens again, one token less is taken over.
+        If it has to read more tokens, it reads the text's last tokens before its next draft.
 
         The method may be called again with a smaller number.
         """

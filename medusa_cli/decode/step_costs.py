@@ -10,8 +10,8 @@ from medusa_cli.tree.search import StepTimes
 # The evidence for a correction loses weight by this factor with each later step. A correction that
 # rests on many steps follows the latest step at a rate of 1 - DECAY.
 DECAY = 0.93
-# The minimum weight of older evidence, in steps. Plain steps need a higher weight than steps that
-# draft, because plain steps come one at a time.
+# The minimum weight of older evidence, in steps. It is higher for plain steps, because these come one
+# at a time, and their evidence loses weight in the many steps between them.
 PLAIN_WEIGHT = 2.0
 DRAFTS_WEIGHT = 1.0
 # Plain steps are repeated until a step changes their expected time by less than this share.
@@ -112,7 +112,7 @@ class BatchCosts:
         return self._since_plain >= CHECK_STEPS
 
     def record(self, nodes: int, depth: int, length: float, seconds: float) -> None:
-        """Corrects the times by a step, but ignores a single slow step, which may be an outlier."""
+        """Corrects the times by the duration of a step, but ignores a single slow step, which may be an outlier."""
         if seconds <= 0:  # a coarse clock
             return
         plain, added = self._parts(nodes, depth, length)

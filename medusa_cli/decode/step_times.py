@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 class KeptTimes:
     """Holds the step times in the timings file, after a short text and, if it was measured, after a long text.
 
-    busy: the time of the measurement, if other programs used much of the CPU during it.
+    busy: when the times were measured, if other programs used much of the CPU meanwhile.
     """
 
     verify: Curve
@@ -254,7 +254,7 @@ def step_times_for(
     )
     if stamp is not None:
         keep_timings(key, KeptTimes.of(step_times, busy))
-    # A thread that waits for a GPU looks as if other programs disturbed it, so only CPUs are reported.
+    # A thread that waits for a GPU looks as if other programs disturbed it, so the warning is only for CPUs.
     if busy is not None and backbone.device.type == "cpu":
         log.warning(
             "other programs used much of the processor while steps were timed, so the tree may not be the best; "

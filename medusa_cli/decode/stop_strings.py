@@ -11,7 +11,7 @@ class Automaton:
     """Finds many strings in a text, character by character (Aho and Corasick, 1975).
 
     A state stands for the longest end of the text that is the beginning of a string. depths: the
-    length of this end, by state. matches: the length of the longest string that is complete, or 0.
+    length of this end, by state. matches: the length of the longest string with which the text ends, or 0.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:

@@ -26,9 +26,9 @@ class TextStream:
         self._vocabulary = backbone.vocabulary
         self._keep = keep
         self._ids: list[int] = []
-        # Tokens before `_start` are not decoded again. Those from there to `_line` are decoded again
-        # with later tokens: Llama decoders strip a leading blank, and this must not be the first
-        # blank of a line.
+        # Tokens before `_start` are not decoded again. Tokens from `_start` to `_line` are decoded again
+        # with later tokens: Llama decoders strip a leading blank, which must not be the first blank of
+        # a new line.
         self._start = self._line = 0
         self._run = 0  # the first token of a run of byte tokens that may continue
         self._shown = 0  # the number of characters returned since `_start`

@@ -366,7 +366,7 @@ class Records:
             else:
                 log.info(f"{self.path} has answers to {earlier}; they stay")
                 seed = f"{earlier}{BETWEEN}{seed}"
-        # The file of states was deleted, as the error for damaged states advises.
+        # The user may have deleted the file of states, as the error for damaged states advises.
         if rows and not run.states_path.exists():
             _forget_states(run)
             rows = 0

@@ -137,7 +137,7 @@ def _converse(
     messages: list[Message] = []
     options = {"max_tokens": settings.max_new_tokens, "temperature": settings.temperature}
     options |= extra_body
-    if settings.temperature:  # the seed is small enough for any server
+    if settings.temperature:  # the random seed is small enough for any server
         options["seed"] = zlib.crc32(f"{settings.random_seed}:{seed.id}".encode()) >> 1
     complete: list[bool] = []
     try:

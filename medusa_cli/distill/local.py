@@ -134,7 +134,7 @@ class _Batch:
         return not self.decoder.sequences or self.decoder.free_slots >= self.pack
 
     def ask(self) -> Generator[Outcome, None, list[tuple["_Answering", Request]]]:
-        """Returns the next questions for free slots, at most a pack; yields the outcomes of conversations that end."""
+        """Returns the next questions for free slots, at most `pack`; yields the outcomes of conversations that end."""
         asked: list[tuple[_Answering, Request]] = []
         for slot, current in enumerate(self.slots):
             if len(asked) == self.pack:

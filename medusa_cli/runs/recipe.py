@@ -33,7 +33,7 @@ class DrafterRecipe:
     """Describes the drafter to train."""
 
     name: Literal["amphista", "eagle", "firp", "hydra", "medusa", "mtp"] = key(
-        "medusa", "the drafter; drafter=NAME is short for it"
+        "medusa", "the kind of drafter; drafter=NAME is short for it"
     )
     num_heads: Annotated[int, Meta(ge=1, le=64)] = key(
         5, "number of heads; head k predicts the token k + 1 positions ahead"
@@ -41,40 +41,43 @@ class DrafterRecipe:
     num_layers: Annotated[int, Meta(ge=1, le=16)] = key(1, "residual blocks in each head")
     vocabulary: Literal["auto", "draft", "own", "shared"] = key(
         "auto",
-        "tokens that the heads score: draft (the most frequent in the data), own (all, one "
-        "matrix per head), shared (all, with the model's lm_head); auto: draft if that is smaller",
+        "tokens that the heads score: draft (the most frequent in the data), own (all, with the heads' own "
+        "matrices), shared (all, with the model's lm_head); auto: draft if that has fewer tokens than the model",
     )
     draft_vocab_size: Count = key(12288, "size of the draft vocabulary in tokens")
     matrices: Literal["each", "one", "none"] = key(
         "each",
-        "a vocabulary matrix for each head, one for all, or none: rows of the lm_head, which do not learn",
+        "a vocabulary matrix for each head, one for all heads, or none: heads score with rows of the lm_head, "
+        "which are not trained",
     )
     prefix_layers: Annotated[int, Meta(ge=0, le=4)] = key(
         0, "Hydra: decoder layers before the heads; 1 is Hydra++"
     )
     taps: Layers = key(
-        (), "EAGLE: auxiliary hidden-state layers to read; []: a low, a middle and a high one"
+        (),
+        "EAGLE: the model's layers whose output the drafter reads; []: a low, a middle and a high one",
     )
     intermediate_size: Count | None = key(
         None,
-        "EAGLE: width of the layer's MLP, which has most of its weights; null: the model's own",
+        "EAGLE: width of the MLP in the drafter's layer; it has most of the layer's weights; null: as in the model",
     )
     norm_before_residual: bool = key(
-        False, "EAGLE: the layer adds to its normed input, as in speculators' checkpoints"
+        False, "EAGLE: the layer adds attention to its normed input, as in speculators' checkpoints"
     )
     attention_layers: Annotated[int, Meta(ge=0, le=4)] = key(
         1, "Amphista: self-attention layers over the heads"
     )
     context: Literal["conversation", "answer"] = key(
         "conversation",
-        "context of Hydra's prefix layers and Amphista's layers: the conversation or the answer",
+        "what Hydra's prefix layers and Amphista's layers see: the whole conversation or only the answer",
     )
     conditional: Rank | None = key(
-        None, "Medusa, Amphista, FIRP: rank of a bias from the previous draft token; null: no bias"
+        None,
+        "Medusa, Amphista, FIRP: rank of a bias that depends on the previous draft token; null: no bias",
     )
     layers: Layers | None = key(
         None,
-        "FIRP: the layer where each head's extra row enters; null: from 1/2 to 5/6 of the depth",
+        "FIRP: the model's layer that each head's pseudo state enters; null: from 1/2 to 5/6 of the depth",
     )
 
 
@@ -94,24 +97,26 @@ class DistillRecipe:
     )
     random_seed: Seed = key(0, "seed of the sampler")
     context: Annotated[int, Meta(ge=16, le=10_000_000)] = key(
-        512, "maximum positions per conversation"
+        512, "maximum length of a conversation in tokens"
     )
     batch_size: Count | None = key(
         None,
-        "conversations decoded at a time; null: as many as fit in memory, at most 64, or 256 on a GPU",
+        "conversations decoded together; null: as many as fit in memory, but at most 64, or 256 on a GPU",
     )
-    taps: Layers = key((), "auxiliary hidden-state layers to keep besides the last state")
+    taps: Layers = key((), "layers whose hidden states are kept, besides the last layer")
     dedup: bool = key(
         True,
-        "skip a seed whose first prompt differs from an earlier one only in case or white space",
+        "skip a seed whose first prompt equals that of an earlier seed, apart from case and white space",
     )
     system: str | None = key(None, "system prompt of seeds that have none")
     drop_refusals: bool = key(False, "drop conversations with a refusal")
     min_answer_tokens: Annotated[int, Meta(ge=0)] = key(
-        0, "drop conversations with a shorter answer"
+        0, "drop conversations with an answer of fewer tokens"
     )
     endpoint: str | None = key(None, "URLs of servers that answer instead of this machine")
-    endpoint_model: str | None = key(None, "the model's name on the servers; null: ask them")
+    endpoint_model: str | None = key(
+        None, "the model's name on the servers; null: the servers are asked for it"
+    )
     concurrency: Annotated[int, Meta(ge=1, le=65_536)] = key(
         8, "concurrent conversations on the servers"
     )
@@ -126,7 +131,7 @@ class TrainRecipe:
     max_tokens: Count | None = key(800_000, "maximum positions over all epochs; null: no limit")
     batch_tokens: Annotated[int, Meta(ge=2, le=10_000_000)] = key(
         1024,
-        "positions per micro-batch of whole conversations; if the model runs too: tokens with padding",
+        "positions per micro-batch of whole conversations; tokens with padding if the model runs in every step",
     )
     accumulation: Count = key(1, "micro-batches per step")
     optimizer: Literal["adamw", "adamw8bit"] = key(
@@ -135,10 +140,13 @@ class TrainRecipe:
     lr: Positive | None = key(None, "the heads' peak learning rate; null: the drafter's default")
     min_lr_ratio: Share = key(0.05, "final learning rate as a fraction of the peak")
     warmup_steps: Annotated[int, Meta(ge=0)] = key(
-        20, "steps over which the learning rate rises to its peak, at most a tenth of all"
+        20, "steps over which the learning rate rises to its peak, at most a tenth of all steps"
     )
     decay: Share = key(0.8, "weight of head k's loss is decay^k")
-    soft: Share = key(0.0, "share of soft targets, the model's own distribution")
+    soft: Share = key(
+        0.0,
+        "share of soft targets (the model's own distribution) in the loss; the rest is for the data's tokens",
+    )
     regress: Positive | None = key(
         None,
         "weight of a regression onto the model's hidden states, for Hydra, and for EAGLE with "
@@ -149,8 +157,8 @@ class TrainRecipe:
     )
     states: Literal["kept", "fresh", "vllm"] = key(
         "kept",
-        "kept: stage 1 reads the model's hidden states from disk; fresh: it computes them in every step; "
-        "vllm: it reads those that vLLM wrote to RUN/vllm",
+        "stage 1: where the model's hidden states come from: kept (the disk), fresh (the model runs in every step) "
+        "or vllm (files that vLLM wrote to RUN/vllm)",
     )
     # Stage 2 (Medusa, section 3.2.2).
     tuning: Literal["lora", "qlora", "full"] = key(
@@ -163,18 +171,19 @@ class TrainRecipe:
     )
     lora_dropout: Share = key(0.05, "stage 2: dropout on the adapter's input")
     objective: Literal["kl", "ce"] = key(
-        "kl", "stage 2: the model's loss, KL divergence to the original (kl) or cross-entropy (ce)"
+        "kl",
+        "stage 2: the model's loss: KL divergence to the original model (kl) or cross-entropy (ce)",
     )
     lambda_0: Positive = key(0.2, "stage 2: peak weight of the heads' loss")
     schedule: Literal["constant", "warmup", "sine"] = key(
         "warmup",
-        "stage 2: schedule of lambda_0: constant, warmup (heads first, then both, rising) or sine",
+        "stage 2: schedule of lambda_0: constant, warmup (first only the heads are trained, then it rises) or sine",
     )
     heads_first: Share = key(
         0.1, "stage 2, warmup: share of the steps in which only the heads learn"
     )
     backbone_lr: Positive | None = key(
-        None, "stage 2: the model's peak learning rate; null: a quarter of the heads'"
+        None, "stage 2: the model's peak learning rate; null: a quarter of the heads' rate"
     )
     max_length: Annotated[int, Meta(ge=16)] = key(
         1024,

@@ -52,7 +52,7 @@ class StreamOptions(Strict):
     """Options for streams.
 
     include_usage: end the stream with a chunk that has the usage and no choice. continuous_usage_stats: with
-    include_usage, also send the usage so far in each chunk.
+    include_usage, every chunk also has the usage up to that chunk.
     """
 
     place = "stream_options."
@@ -77,7 +77,7 @@ def choice_of(texts: Sequence[str]) -> str:
 class ResponseFormat(Strict):
     """The form of the answer: any text, any JSON object, or JSON that follows a schema.
 
-    schema (as in llama.cpp's API): the schema that a JSON object must follow.
+    schema (as in llama.cpp's API): with the type json_object, the schema that the object must follow.
     """
 
     place = "response_format."
@@ -261,7 +261,10 @@ class Sampling(Common):
 
     @property
     def forms(self) -> dict[str, Source]:
-        """Returns, for each field that constrains the answer, the arguments of `Grammar.of`; may raise UsageError."""
+        """Returns, for each field that constrains the answer, the arguments of `Grammar.of`.
+
+        Raises UsageError if structured_outputs has both a choice and a grammar.
+        """
         forms: dict[str, Source] = {}
         if self.structured_outputs is not None:
             forms["structured_outputs"] = self.structured_outputs.source
@@ -320,7 +323,7 @@ def _alike(first: Grammar | None, second: Grammar | None) -> bool:
     return first.text.split() == second.text.split()
 
 
-# Former fields of vLLM, and fields of llama.cpp and SGLang, with the kind of grammar that each contains.
+# Former fields of vLLM, and fields of llama.cpp and SGLang, with the kind of grammar that each field contains.
 FORM_FIELDS = {
     "guided_json": "json_schema",
     "guided_regex": "regex",

@@ -14,12 +14,12 @@ from starlette.concurrency import run_in_threadpool
 
 from medusa_cli.serve.refusals import refusal_for_body
 
-# Bodies with fewer bytes are parsed in the event loop; this takes some milliseconds.
+# Bodies with fewer bytes than this are parsed in the event loop, which takes some milliseconds.
 SMALL = 16 << 10
 
 
 class BodyRoute(APIRoute):
-    """Parses and validates large bodies in a thread, one at a time."""
+    """Parses and validates large bodies in a thread, one body at a time per route."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -36,7 +36,7 @@ class BodyRoute(APIRoute):
 
 
 class BodyRequest(Request):
-    """Returns a validated model from `json`, instead of parsed JSON, if the body is large."""
+    """A request whose `json` returns a validated model, instead of parsed JSON, if the body is large."""
 
     def __init__(self, request: Request, model: TypeAdapter[Any], lock: asyncio.Lock) -> None:
         super().__init__(request.scope, request.receive)

@@ -35,11 +35,11 @@ class Call(NamedTuple):
 def read_calls(
     text: str, names: Collection[str], last: bool, sent: int = 0
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Returns an answer's content so far, and its calls (name, arguments), as far as both are certain.
+    """Returns an answer's content and calls (name, arguments), up to the first text that may still become either.
 
     A call follows a marker of any style, or begins the answer, perhaps in a code fence. Text that does not call a tool
     in `names` is content. last: the text is the whole answer; otherwise the arguments of the last call may continue.
-    sent: the number of calls that the client already has. Other calls that the end of the answer cuts off are content.
+    sent: the number of calls that the client already has. A later call that the end of the answer cuts off is content.
     """
     reader = _TextReader(text, names, last, sent)
     reader.read()
@@ -47,7 +47,7 @@ def read_calls(
 
 
 def end_of_first_call(text: str, names: Collection[str]) -> int | None:
-    """Returns the position after the first complete call in a text, or None if there is none so far."""
+    """Returns the position after the first call in a text, or None if there is no call or the call is incomplete."""
     reader = _TextReader(text, names, last=False, sent=0)
     reader.read()
     return reader.calls[0].end if reader.calls else None
@@ -66,7 +66,7 @@ class _TextReader:
         self._at = 0
         # Text from here on is content unless it becomes a call.
         self._start = 0
-        # True after a marker or a call; from there on, calls may have more forms.
+        # True after a marker or a call. There, calls may have forms that are content elsewhere.
         self._marked = False
         self._fenced = False
         self._listed = False
@@ -79,7 +79,7 @@ class _TextReader:
     def _skip_to_marker(self) -> bool:
         """Adds the text before the next marker to the content, and moves to the marker.
 
-        Returns False if the text has no further marker so far.
+        Returns False if the text has no further marker.
         """
         begin = _BEGIN.search(self._text, self._at)
         if begin:
@@ -97,7 +97,7 @@ class _TextReader:
         return begin is not None
 
     def _read_calls(self) -> bool:
-        """Reads calls until other text follows; returns False if the text so far ends before any other text."""
+        """Reads calls until other text follows; returns False if the text ends first, perhaps within a call."""
         while True:
             if self._listed and (closed := _LIST_END.match(self._text, self._at)):
                 self._start = self._at = closed.end()
@@ -165,8 +165,8 @@ class _TextReader:
 def call_at(text: str, at: int, names: Collection[str], marked: bool, last: bool) -> Call | bool:
     """Returns the call that begins at a position; if there is none, returns whether the text may become a call.
 
-    marked: a marker or a call precedes the position. Otherwise a call's arguments must follow its name, so that other
-    JSON is not mistaken for a call.
+    marked: a marker or a call precedes the position. Otherwise, a call must begin in a usual way and have arguments, so
+    that other JSON is not mistaken for a call.
     """
     if not text.startswith("{", at):
         return marked and _call_by_args(text, at, names)
@@ -243,7 +243,7 @@ def _end(text: str, start: int) -> int | None:
 
 
 def _whole_call(call: Any, names: Collection[str], marked: bool) -> tuple[str, str] | None:
-    """Returns the name and arguments of a complete call; the keys may have any order, the arguments may be a text."""
+    """Returns the name and arguments (JSON or a text) of a call with keys in any order; None for other JSON."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]
     if not isinstance(call, dict) or call.get("name") not in [*names]:

@@ -145,7 +145,7 @@ ToolChoice = Annotated[
 
 
 class Message(Strict):
-    """A turn of a conversation. refusal: used if content is missing. function_call: a call in OpenAI's old format."""
+    """A turn of a conversation. refusal: replaces missing content. function_call: a call in OpenAI's old format."""
 
     place = "messages[]."
     unserved = {"reasoning": neutral.unless_given("reasoning_content")}

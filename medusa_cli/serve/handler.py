@@ -161,7 +161,7 @@ class Handler:
         )
 
     async def infill(self, body: InfillRequest, receive: Receive) -> Response:
-        """Returns the text between two others in llama.cpp's format; raises Refusal."""
+        """Returns the text between a prefix and a suffix, in llama.cpp's format; raises Refusal."""
         await run_in_threadpool(check_whole, body)
         prompt = await self.preparation.infill(body)
         body.stop_token_ids = [*body.stop_token_ids, *infill_ends(self.backbone)]
@@ -173,7 +173,7 @@ class Handler:
         return len(tokens)
 
     async def truncate(self, chat: ChatRequest) -> None:
-        """Drops the oldest turns until the rest fits in the context; raises Refusal.
+        """Drops a chat's oldest turns until the prompt fits in the context; raises Refusal.
 
         A turn begins with a user's message, and is dropped as a whole. The system messages at the start and the last
         turn always stay.
@@ -221,7 +221,7 @@ class Handler:
 async def _until_gone(
     tickets: list[Ticket], events: asyncio.Queue[tuple[int, Event]], receive: Receive
 ) -> AsyncGenerator[tuple[int, Event]]:
-    """Yields the events of all choices, each with its choice's index; yields WAITING while there is no event.
+    """Yields the events of all choices, each with its choice's index; WAITING after KEEP_ALIVE_S without an event.
 
     If the client disconnects or stops reading, its slots are freed.
     """

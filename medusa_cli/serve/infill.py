@@ -1,4 +1,4 @@
-"""Prompts for the text between two others, with the tokens that a model has for filling in the middle."""
+"""Prompts for the text between a prefix and a suffix, with a model's tokens for filling in the middle."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,16 +17,16 @@ TOKENS = (
     ("<PRE>", "<SUF>", "<MID>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
 )
-# The tokens before a repository's name and a file's, as used by Qwen and StarCoder 2.
+# The tokens before a repository's name and before a file's name, as used by Qwen and StarCoder 2.
 FILE_TOKENS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"))
 # Tokens that end the middle, though models do not list them among the tokens that end an answer.
 END_TOKENS = ("<|fim_pad|>", "<fim_pad>", *(token for pair in FILE_TOKENS for token in pair))
-# The suffix keeps at least this share of a prompt that must be shortened.
+# If a prompt must be shortened, a long suffix keeps at least this share of the tokens.
 MIN_SUFFIX = 1 / 4
 
 
 class File(NamedTuple):
-    """Holds a part of another file, and the file's name."""
+    """Holds a part of a file other than the one to fill in, and that file's name."""
 
     name: str
     text: str
@@ -39,7 +39,7 @@ def infill_ids(
     files: Sequence[File] = (),
     room: int | None = None,
 ) -> list[int]:
-    """Returns the token ids of a prompt for the text between two others.
+    """Returns the token ids of a prompt for the text between a prefix and a suffix.
 
     files: parts of other files, which come first. room: the maximum number of tokens; a longer prompt is cut to the
     text nearest to the middle. Raises UsageError if the model has no tokens for filling in the middle.
@@ -72,7 +72,7 @@ def can_infill(backbone: Backbone) -> bool:
 
 
 def _known(backbone: Backbone, names: Sequence[tuple[str, ...]]) -> list[int] | None:
-    """Returns the ids of the first group of tokens in `names` that is all in the vocabulary, or None."""
+    """Returns the ids of the first group in `names` whose tokens are all in the vocabulary; None if there is none."""
     vocabulary = backbone.tokenizer.get_vocab()
     for tokens in names:
         if all(token in vocabulary for token in tokens):

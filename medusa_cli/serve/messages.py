@@ -234,7 +234,7 @@ class MessagesFormat(AnswerFormat):
             "stop_reason": None,
             "stop_sequence": None,
         }
-        # The blocks so far; the input of a call is kept as a text.
+        # The blocks of the answer; the input of a call is kept as a text.
         self._blocks: list[dict[str, Any]] = []
 
     def whole(self) -> dict[str, Any]:

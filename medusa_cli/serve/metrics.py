@@ -22,7 +22,7 @@ def add_positions(accepted_at: list[int], step: Step) -> None:
 
 
 class SpeculativeCounters(Collector):
-    """Counts drafts as vLLM does and under vLLM's names, because vLLM's benchmarks and other tools read them.
+    """Counts drafts as vLLM does and under vLLM's names, because vLLM's benchmarks and other tools read these names.
 
     All nodes of a draft tree except the root count as draft tokens. The counts are not Counters, because a Counter
     also exports its creation time. vLLM's benchmarks add up all lines of a name, and this time would enter the sum.

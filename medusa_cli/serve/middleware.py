@@ -75,7 +75,7 @@ class Limits:
 
 
 class Middleware:
-    """Passes requests on with their whole body.
+    """Passes each request on after its whole body has arrived.
 
     Refuses a wrong key, and a body that is too large or arrives too slowly. If the server has no keys, refuses an
     unknown Host: otherwise a web page whose name is made to point to this machine (DNS rebinding) could use the model.

@@ -15,7 +15,7 @@ from medusa_cli.errors import cut
 # Returns True if a value changes nothing; receives the value and the object that contains the value.
 Check = Callable[[Any, Mapping[str, Any]], bool]
 Table = Mapping[str, Check]
-# Ignored fields of the current request, in order; None outside of requests.
+# Ignored fields of the current request, in the order in which they were found; None outside of requests.
 ignored: ContextVar[dict[str, None] | None] = ContextVar("ignored", default=None)
 HEADER = "x-medusa-ignored-fields"
 LONGEST_NAME = 60
@@ -70,7 +70,7 @@ def one_of_each(value: Any, fields: Mapping[str, Any]) -> bool:
 
 
 def without_penalty(value: Any, fields: Mapping[str, Any]) -> bool:
-    """Returns True for a penalty window that covers the whole text, as it always does here, or if no penalty is set."""
+    """Returns True if the penalty window is the whole text, as for all penalties here, or if no penalty is set."""
     given = (fields.get(name) for name in ("repeat_penalty", "repetition_penalty", "rep_pen"))
     others = fields.get("presence_penalty") or fields.get("frequency_penalty")
     return only(-1)(value, fields) or (

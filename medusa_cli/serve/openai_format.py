@@ -405,7 +405,7 @@ class TokenTexts:
         ]
 
     def place(self, token: int) -> int:
-        """Adds the answer's next token; returns its offset in the text. All tokens of a character have one offset."""
+        """Adds the answer's next token; returns its offset in the text. Tokens of one character have equal offsets."""
         place = self._offset
         if token in self._hidden:
             return place

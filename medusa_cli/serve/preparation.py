@@ -300,7 +300,7 @@ class Preparation:
             raise self.refusal(reason, given[0]) from reason
 
     async def infill(self, body: InfillRequest) -> list[int]:
-        """Returns the prompt for the text between two others; raises Refusal."""
+        """Returns the prompt for the text between a prefix and a suffix; raises Refusal."""
         backbone = self._medusa.backbone
         room = body.room(self.context)
         encode = partial(infill_ids, backbone, body.prefix, body.input_suffix, body.files, room)

@@ -34,7 +34,8 @@ class Recorder:
     """Appends lines to a file that only its owner can read; several servers may append to the same file.
 
     A line is written whole or not at all. If a writer was killed within a line, the next line replaces the
-    incomplete line. weights: the text that `answerer` returns for the model, by which `medusa tune` finds its answers.
+    incomplete line. weights: the text that `answerer` returns for the model. `medusa tune` finds the model's answers by
+    this text.
     """
 
     def __init__(self, path: Path, weights: str) -> None:
@@ -53,7 +54,7 @@ class Recorder:
         return file
 
     def reopen(self) -> None:
-        """Makes the next line open the path again, as the file may have been moved; signal handlers may call this."""
+        """Makes `keep` open the path again, because the file may have been moved; signal handlers may call this."""
         self._moved = True
 
     def keep(
@@ -122,7 +123,7 @@ def answerer(identity: Mapping[str, Any]) -> str:
 
 
 def messages_of(body: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
-    """Returns a request's messages; an empty list if one of them calls a tool, or has a role outside ROLES."""
+    """Returns a chat's messages; an empty list if one calls a tool or has a role outside ROLES, and for completions."""
     if isinstance(body, CompletionRequest):
         return []
     messages = [message.plain for message in body.messages]

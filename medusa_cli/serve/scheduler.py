@@ -1,4 +1,4 @@
-"""The scheduler of requests: one thread owns the decoder, and requests join and leave between its steps."""
+"""The scheduler of requests: one thread owns the decoder, and requests join and leave between the decoder's steps."""
 
 import gc
 import logging
@@ -20,7 +20,7 @@ from medusa_cli.serve.refusals import Refusal
 
 # Seconds that a piece of a prompt should take; running answers wait for each piece.
 PIECE_S = 0.12
-# One in this many pieces is run for the oldest prompt, the others for the prompt with the fewest tokens left.
+# Of this many pieces, one is run for the oldest prompt, the others for the prompt with the fewest tokens left.
 PIECES = 4
 # Seconds after which a client may retry a refused request.
 RETRY_S = 2
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """Holds a prompt's numbers of tokens: all, cached and processed so far; and the milliseconds so far."""
+    """Holds how many tokens a prompt has, were cached, and are processed, and the milliseconds since its start."""
 
     total: int
     cache: int
@@ -67,7 +67,7 @@ class Ticket:
 
     sequence: the sequence that answers the request, if it was made beforehand. reused: the number of prompt tokens from
     the prefix cache. drafts: the number of steps with draft tokens. accepted_at: for each position, the number of steps
-    that accepted a draft token there. abandoned: nobody waits for the answer, so the scheduler frees its slot before
+    that accepted a draft token there. abandoned: nobody waits for the answer, so the scheduler frees the slot before
     the next step. reports: tell the client the progress after each piece of the prompt. kind: the kind of the request,
     for metrics. tokens: the answer's tokens. keep: records these tokens when the answer is complete.
     """
@@ -92,7 +92,7 @@ class Ticket:
         return time.perf_counter() - self.submitted
 
     def count(self, step: Step) -> None:
-        """Counts a step's accepted draft tokens by position."""
+        """Adds a step to `drafts`, if it has draft tokens, and to `accepted_at`."""
         self.drafts += step.nodes > 1
         add_positions(self.accepted_at, step)
 

@@ -18,7 +18,7 @@ START_S = 60.0
 
 
 def prepare() -> None:
-    """Starts the process from which renderers are forked, and which imports their modules in the background."""
+    """Starts a process that imports the renderers' modules in the background. Renderers are forked from it."""
     multiprocessing.set_forkserver_preload([__name__])
     forkserver.ensure_running()
 

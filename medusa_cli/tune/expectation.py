@@ -10,7 +10,10 @@ from medusa_cli.tree.search import Accuracies, StepTimes, budgets, expected_leng
 
 @dataclass(frozen=True)
 class Reached:
-    """Holds a drafter of qwen2.5-coder-0.5b from docs/training.md, with its tokens per step at REACHED_NODES."""
+    """Holds a training of a drafter for qwen2.5-coder-0.5b (docs/training.md).
+
+    length: the tokens per step that the drafter reached with a tree of REACHED_NODES nodes.
+    """
 
     drafter: str
     answer_tokens: int
@@ -28,7 +31,7 @@ REACHED = (
     Reached("eagle", 7_900_000, 21_400_000, 3.47),
 )
 REACHED_NODES = 64
-# After training on fewer positions, no draft is expected to be accepted.
+# After training on fewer positions than this, no draft is expected to be accepted.
 NOTHING = 3_000
 # Training the original model's drafter on ADAPTED_POSITIONS positions of a fine-tune multiplies its
 # accepted draft tokens by ADAPTED_GAIN: from 1.69 to 1.87 tokens per step (docs/training.md, "A
@@ -49,7 +52,7 @@ DOUBT = 0.08
 
 
 def reached(drafter: str, positions: float) -> float:
-    """Returns the expected acceptance length at REACHED_NODES of a drafter that is trained on `positions` positions.
+    """Returns the expected acceptance length, with REACHED_NODES nodes, of a drafter trained on `positions` positions.
 
     The length grows with the logarithm of the positions, up to the largest training run that was
     measured.
@@ -74,7 +77,7 @@ def typical_accuracies() -> list[list[float]]:
 def adapted(accuracies: Accuracies, positions: float, limit: float) -> list[list[float]]:
     """Returns the expected accuracies of a related model's drafter after training on `positions` positions.
 
-    limit: the drafter's acceptance length at ADAPTED_NODES on the model for which it was trained.
+    limit: the drafter's acceptance length with ADAPTED_NODES nodes on the model for which it was trained.
     """
     share = log(max(positions, NOTHING) / NOTHING) / log(ADAPTED_POSITIONS / NOTHING)
     gain = 1 + (ADAPTED_GAIN - 1) * min(share, 1.5)

@@ -43,7 +43,7 @@ ACCEPTS = 1.05
 RIGHT = 0.2
 # Assumed length of a distilled answer, in tokens, over which the time of its prompt is divided.
 ANSWER = 128
-# Assumed speed of servers until it is known, as a multiple of plain decoding on this machine.
+# Assumed speed of a server whose speed is not known, as a multiple of plain decoding on this machine.
 SERVED = 8
 # Number of positions on which training is timed.
 TIMED = 1_024
@@ -118,8 +118,8 @@ def measure(
     answer_s = verify[max(verify)] / max(verify) + (plain["first_token_s"] or 0.0) / ANSWER
     if recipe.distill.endpoint is not None:
         answer_s = 1 / (SERVED * plain["tokens_per_s"])
-    # Answers are repeated to about the length of distilled ones. Otherwise, drafters that read
-    # prompts would spend too much of their time on them.
+    # Answers are repeated to about the length of distilled answers. Otherwise, drafters that read
+    # prompts would spend too much of their time on the prompts.
     repeats = max(1, ANSWER // tokens)
     longer = [" ".join([answer] * repeats) for answer in answers]
     facts = _time_training(recipe, questions, longer, options, start)
@@ -166,7 +166,7 @@ def _accuracies(
     answers: Sequence[str],
     options: LoadOptions,
 ) -> list[list[float]]:
-    """Returns the accuracies of a drafter on the model's answers; zero if they are too short for its last head."""
+    """Returns a drafter's accuracies on the model's answers; zero if the answers are too short for the last head."""
     with tempfile.TemporaryDirectory() as folder:
         data = _write(Path(folder), questions, answers)
         try:

@@ -33,7 +33,7 @@ class Measured:
 
     plain_per_s: tokens/s of plain decoding. speedups: each method's speed over plain decoding. lengths: each method's
     acceptance length. verify: the seconds of a verify pass by its number of rows. draft: the seconds of drafting by the
-    number of levels. accuracies: those of the drafter that is trained further, on this model's answers; typical
+    number of levels. accuracies: on this model's answers, those of the drafter that is trained further; typical
     accuracies if there is no such drafter. answer_s: the seconds to distill an answer token. position_s: the seconds to
     train on a position. compare_s: the seconds of the first comparison. memory: the peak of training, in bytes. start:
     the folder of the related model's drafter that is trained further, if any. limit: that drafter's acceptance length

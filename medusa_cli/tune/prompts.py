@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 def read_prompts(model: ModelSource, data: Path | None) -> tuple[list[Conversation], str]:
     """Returns seeds and the name of their source; conversations that the model answered keep its answers.
 
-    Without data, the prompts come from chats; for models that write code, as many prompts about
-    code are added. Raises UserError for data without a usable prompt.
+    Without data, the prompts come from chats; for models that write code, half of the prompts are
+    about code. Raises UserError for data without a usable prompt.
     """
     if data is None:
         chats, report = read_seeds(DEFAULT_SEED)

@@ -1,4 +1,4 @@
-"""Runs the parts of a tuning in a given time. Each part works like its own command, and can be resumed after a kill."""
+"""Runs the parts of a tuning in a given time. Each part does what a command does, and can be resumed after a kill."""
 
 import gc
 import logging
@@ -79,9 +79,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class State:
-    """Holds the request for a tuning, the seconds it used, and the result of each part that has ended.
+    """Holds the request for a tuning, the seconds that it used, and the result of each part that has ended.
 
-    promised: the speedup that the plan expected. drafter: the kind that is trained. distilled: the number of answer
+    promised: the speedup that the plan expected. drafter: the drafter as in `Plan`. distilled: the number of answer
     tokens. words: the recipe's settings, once training has begun. tree_nodes: the size of the saved tree, or 0 if there
     is no tree. after: the results of the last comparison. chosen: the fastest method.
     """
@@ -188,7 +188,7 @@ class Tuning:
             write_json(self.run.path / STATE, asdict(self.state))
 
     def _tick(self, part: str, expected: Callable[[], float | None] = lambda: None) -> None:
-        """Saves the time used every few seconds, and prints the progress every minute."""
+        """Every few seconds, saves how much time was used; every minute, prints the progress."""
         now = time.monotonic()
         if now - self._saved > SAVE_S:
             self._note()
@@ -453,7 +453,7 @@ class Tuning:
         return max(budgets(accuracies, times), key=lambda size: size.tokens_per_s)
 
     def _choose(self, questions: list[Question]) -> None:
-        """Measures the drafter with its trees, and the methods that need no training; chooses the fastest."""
+        """Measures the drafter with its trees, and the methods that need no training; chooses the fastest method."""
         own = f"{self.run.path}/"
         drafts = {"tuned": choose(self.model, own, None, None)}
         if (self.state.tree_nodes or 0) > 1:
@@ -491,6 +491,6 @@ def has_converged(run: Run) -> bool:
 
 
 def default_run(model: str) -> Run:
-    """Returns the default run of a tuning; its name differs from the model's name, by which drafters are found."""
+    """Returns the default run of a tuning. It is not named like the model, whose name stands for a shipped drafter."""
     name = called(model.partition(":")[0]).removesuffix(".gguf")
     return Run(RUNS / f"{name}-tuned")
