@@ -82,9 +82,13 @@ def test_times_that_are_not_valid(text: str) -> None:
         parse_time(text)
 
 
-@pytest.mark.parametrize("measured", [CPU, RELATED])
-def test_a_plan_fits_its_time_and_more_time_brings_more(measured: Measured) -> None:
-    plans = [plan(hours * HOUR, 100.0, measured) for hours in (0.5, 1, 3)]
+@pytest.mark.parametrize(
+    ("measured", "hours"), [(CPU, (0.5, 1, 3)), (replace(RELATED, limit=2.6), (0.1, 0.15, 0.2))]
+)
+def test_a_plan_fits_its_time_and_more_time_brings_more(
+    measured: Measured, hours: tuple[float, ...]
+) -> None:
+    plans = [plan(hour * HOUR, 100.0, measured) for hour in hours]
     for planned in plans:
         work_s = planned.distill_s + planned.train_s
         assert work_s + measured.end_s + 100 == pytest.approx(planned.time_s, rel=0.01)
@@ -125,8 +129,6 @@ def test_expectations_are_those_of_the_table_in_the_docs() -> None:
         rows = [line for line in text.splitlines() if line.startswith("|") and tokens in line]
         assert any(f"{row.length:.2f}" in line for line in rows), row
         assert expectation.reached(row.drafter, row.positions) == pytest.approx(row.length)
-    assert "1.69 tokens per step" in text
-    assert "1.87 (1.76" in text
     lengths = [expectation.reached("eagle", 10**power) for power in range(2, 9)]
     assert lengths == sorted(lengths)
     assert lengths[0] == 1.0
@@ -144,11 +146,16 @@ def test_what_is_expected_depends_on_what_rows_cost_here() -> None:
     )
     assert 1.1 <= hydra["dear"] < hydra["quick"] < 2.3
     # What was measured grows by what the new drafts gain here.
-    assert 1.3 < related["dear"] < related["quick"] < 1.3 * expectation.ADAPTED_GAIN
+    assert 1.3 < related["dear"] < related["quick"] < 4.0
     dearest = tuple((rows, 0.016 * rows) for rows in (1, 2, 4, 8))
     assert expected_speedup("start", 10**6, replace(RELATED, verify=dearest)) == pytest.approx(1.3)
     at_its_best = replace(RELATED, limit=1.0)
     assert expected_speedup("start", 10**6, at_its_best) == pytest.approx(1.3, rel=0.01)
+    # Plain decoding spends half of its time on prompts, which drafts do not shorten.
+    prompts = [replace(measured, plain_per_s=0.5 / 0.016) for measured in (CPU, RELATED)]
+    for drafter, measured, slower in (("hydra", CPU, prompts[0]), ("start", RELATED, prompts[1])):
+        assert expected_speedup(drafter, 10**5, slower) < expected_speedup(drafter, 10**5, measured)
+        assert expected_speedup(drafter, 10**9, slower) < 2.0
     busy = replace(CPU, speedups={}, verify=((1, 0.02), (2, 0.01), (4, 0.012)))
     assert expected_speedup("hydra", 0, busy) == pytest.approx(1.0)
 
@@ -158,9 +165,9 @@ def test_accuracies_are_scaled_to_a_length() -> None:
         rows = expectation.scaled(ACCURACIES, 8, length)
         assert expectation.best_length(rows, 8) == pytest.approx(length, abs=0.01)
         assert all(sum(row) <= 1.001 for row in rows)
-    grown = expectation.adapted(ACCURACIES, expectation.ADAPTED_POSITIONS, 4.0)
-    accepted = [expectation.best_length(rows, 8) - 1 for rows in (ACCURACIES, grown)]
-    assert accepted[1] / accepted[0] == pytest.approx(expectation.ADAPTED_GAIN, abs=0.01)
+    grown = expectation.adapted(ACCURACIES, expectation.ADAPTED_POSITIONS, 3.0)
+    before, after = (expectation.best_length(rows, 8) for rows in (ACCURACIES, grown))
+    assert after == pytest.approx(before + expectation.ADAPTED_SHARE * (3.0 - before), abs=0.01)
     low, high = re.findall(r"\d\.\d+", expectation.interval(1.4))
     assert float(low) < 1.4 < float(high)
 

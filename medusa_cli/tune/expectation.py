@@ -33,12 +33,12 @@ REACHED = (
 REACHED_NODES = 64
 # After training on fewer positions than this, no draft is expected to be accepted.
 NOTHING = 3_000
-# Training the original model's drafter on ADAPTED_POSITIONS positions of a fine-tune multiplies its
-# accepted draft tokens by ADAPTED_GAIN: from 1.69 to 1.87 tokens per step (docs/training.md, "A
-# fine-tune").
-ADAPTED_POSITIONS = 220_000
+# A related model's drafter accepts fewer tokens per step on a fine-tune than on its own model. Training on
+# ADAPTED_POSITIONS positions of the fine-tune makes up this share of the difference (docs/log.md, "A fine-tune and an
+# adapter"). The lengths are those with ADAPTED_NODES nodes.
+ADAPTED_SHARE = 0.75
+ADAPTED_POSITIONS = 50_000
 ADAPTED_NODES = 8
-ADAPTED_GAIN = 0.87 / 0.69
 # The included drafter whose accuracies serve as an example of how acceptance falls with position
 # and rank.
 TYPICAL = "qwen2.5-coder-1.5b"
@@ -80,9 +80,9 @@ def adapted(accuracies: Accuracies, positions: float, limit: float) -> list[list
     limit: the drafter's acceptance length with ADAPTED_NODES nodes on the model for which it was trained.
     """
     share = log(max(positions, NOTHING) / NOTHING) / log(ADAPTED_POSITIONS / NOTHING)
-    gain = 1 + (ADAPTED_GAIN - 1) * min(share, 1.5)
     length = best_length(accuracies, ADAPTED_NODES)
-    return scaled(accuracies, ADAPTED_NODES, max(length, min(1 + gain * (length - 1), limit)))
+    missing = max(0.0, limit - length)
+    return scaled(accuracies, ADAPTED_NODES, length + min(1.0, ADAPTED_SHARE * share) * missing)
 
 
 def scaled(accuracies: Accuracies, nodes: int, length: float) -> list[list[float]]:

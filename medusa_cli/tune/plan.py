@@ -21,6 +21,10 @@ EAGLE_SPEED = 560 / 1501
 # The gain of a drafter together with n-gram matches is the larger of their two gains plus this share of the smaller.
 # Measured: 1.64 x and 1.34 x give 1.66 x together, and 1.66 x and 1.44 x give 1.82 x.
 MATCHED = 0.3
+# The maximum share of prompts in plain decoding's time, and the shortest time without them as a share of it. Measured
+# times are noisy.
+MAX_PROMPT_SHARE = 0.9
+SHORTEST = 0.01
 # The second half of the time is not used if it gains less than this share of speed.
 WORTH = 0.01
 MIN_S = 1
@@ -52,6 +56,11 @@ class Measured:
     memory: int = 0
     start: str | None = None
     limit: float = 0.0
+
+    @property
+    def prompt_share(self) -> float:
+        """Returns the share of plain decoding's time that prompts take."""
+        return min(max(0.0, 1 - self.plain_per_s * dict(self.verify)[1]), MAX_PROMPT_SHARE)
 
     @property
     def step_times(self) -> StepTimes:
@@ -125,19 +134,27 @@ def expected_speedup(drafter: str, positions: float, measured: Measured) -> floa
     """Returns the expected speed over plain decoding of a drafter that is trained on `positions` positions.
 
     The speed is that of the tree with the most tokens per second, by the step times of this machine. For a drafter that
-    is trained further, it is the measured speed times the expected gain. If plain decoding is faster, the result is 1.
+    is trained further, it is the measured speed times the expected gain. Prompts take as long as in plain decoding. If
+    plain decoding is faster, the result is 1.
     """
-    lookup = max(1.0, measured.speedups.get("lookup", 1.0))
+    prompts = measured.prompt_share
+
+    def without_prompts(speedup: float) -> float:
+        return (1 - prompts) / max(1 / speedup - prompts, SHORTEST)
+
+    lookup = without_prompts(max(1.0, measured.speedups.get("lookup", 1.0)))
 
     def with_matches(accuracies: Accuracies) -> float:
         gains = [speedup(accuracies, measured.step_times), lookup]
         return max(gains) + MATCHED * (min(gains) - 1)
 
     now = measured.accuracies
-    if drafter != "start":
-        return with_matches(scaled(now, REACHED_NODES, reached(drafter, positions)))
-    gain = with_matches(adapted(now, positions, measured.limit)) / with_matches(now)
-    return max(1.0, measured.speedups["start"] * gain)
+    if drafter == "start":
+        gain = with_matches(adapted(now, positions, measured.limit)) / with_matches(now)
+        faster = gain * without_prompts(measured.speedups["start"])
+    else:
+        faster = with_matches(scaled(now, REACHED_NODES, reached(drafter, positions)))
+    return max(1.0, 1 / (prompts + (1 - prompts) / faster))
 
 
 def parse_time(text: str) -> float:
