@@ -45,8 +45,8 @@ from medusa_cli.tree.tree import Draft, Tree
 KINDS: dict[str, type[HeadDrafter]] = {
     kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle)
 }
-# Number of steps of a trial, and number of steps until the other mode is tried again. The second
-# number doubles up to LONGEST_RETRY.
+# Number of steps for which a mode (with or without drafts) is tried, and number of steps until the
+# slower mode is tried again. The second number doubles up to LONGEST_RETRY.
 TRY = 6
 RETRY = 48
 LONGEST_RETRY = 768
@@ -138,7 +138,7 @@ def add_stop_strings(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None
 
 
 class DraftSwitch:
-    """Chooses the mode with less time per token, with or without drafts; tries the other mode again at intervals."""
+    """Chooses the faster mode per token, with or without drafts; tries the slower mode again at intervals."""
 
     def __init__(self) -> None:
         self.drafts = True
@@ -148,7 +148,7 @@ class DraftSwitch:
         self._steps: list[tuple[float, int]] = []
 
     def record(self, drafts: bool, seconds: float, tokens: int) -> None:
-        """Records a step's time and tokens; several answers from one model may share one switch."""
+        """Records a step's time and tokens, unless another answer with this switch has changed the mode."""
         if drafts != self.drafts:
             return
         self._steps.append((seconds, tokens))
@@ -167,7 +167,7 @@ class DraftSwitch:
 
 
 class Generation:
-    """Holds the tokens so far; chooses each next token and decides when to stop, as `generate` does."""
+    """Holds the tokens of prompt and answer; chooses each next token and decides when to stop, as `generate` does."""
 
     def __init__(
         self, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any
@@ -268,7 +268,7 @@ def run(
 
 
 def tapped(states: Any, taps: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns the tapped hidden states [n, H * taps] from those of all layers, each [1, n, H], embeddings first."""
+    """Returns the tapped states [n, H * taps]. states: embeddings and outputs of all layers, each [1, n, H]."""
     return torch.cat([states[tap if tap < 0 else tap + 1][0].to(device) for tap in taps], dim=-1)
 
 
@@ -319,7 +319,7 @@ class Loaded:
     switch: DraftSwitch
 
 
-_loaded: WeakKeyDictionary[Any, Loaded] = WeakKeyDictionary()  # by model in use
+_loaded: WeakKeyDictionary[Any, Loaded] = WeakKeyDictionary()  # for each model, while it is in use
 
 
 def load_drafter(source: str, model: Any) -> Loaded:

@@ -108,7 +108,7 @@ def _launch(model: str, folder: str, tokens: int) -> list[str]:
 
 
 def layer_config(own: EagleConfig, base: Any) -> dict[str, Any]:
-    """Returns the config of an EAGLE drafter's layer as a Llama layer. base: the config of its model."""
+    """Returns the config of an EAGLE drafter's layer as a Llama layer. base: the config of the drafter's model."""
     widths = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size")
     return {
         "model_type": "llama",

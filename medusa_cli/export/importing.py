@@ -34,7 +34,7 @@ def import_drafter(
 ) -> tuple[Run, dict[str, Any], list[str]]:
     """Reads a checkpoint (a folder, file or hub id) in any known layout; writes a run, by default of the same name.
 
-    Returns the run, the drafter's kind, heads and original layout, and notes on changes.
+    Returns the run, a dict of the drafter's kind, number of heads and original layout, and notes on changes.
     trust_remote_code: runs Python files that the model's config may need. Raises UserError with the
     reason if the checkpoint does not fit the model, or if the run already has a drafter.
     """
@@ -130,6 +130,6 @@ def _write(
 
 
 def _run_name(place: str) -> str:
-    """Returns a run name: the last part of a folder's path (links are not resolved), a file's path or a hub id."""
+    """Returns the last part of a path or hub id, without a file's ending, as a run's name. Links are not resolved."""
     path = Path(os.path.abspath(expanded(place)))
     return path.stem if path.is_file() else path.name

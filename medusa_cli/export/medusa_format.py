@@ -23,7 +23,7 @@ def export_medusa(
 ) -> tuple[list[str], list[str]]:
     """Writes Medusa heads with a full vocabulary matrix [V, H] each; raises UserError for other kinds of drafters.
 
-    Tokens outside a draft vocabulary get the mean of its rows, so that none of them is ever the most likely token.
+    Tokens outside a draft vocabulary get the mean of the matrix's rows: none of them is ever the most likely token.
     Heads that use the model's lm_head are written without matrices (FasterDecoding's v2). Heads with a conditional bias
     also raise UserError, because the layout cannot hold the bias.
     """

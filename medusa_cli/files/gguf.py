@@ -20,12 +20,12 @@ DIRECT = (
     *("llama", "qwen2", "qwen3", "gemma2", "starcoder2", "stablelm"),
     *("qwen2moe", "qwen3moe", "lfm2", *CONFIGS),
 )
-# Texts of tokens that end a turn. For architectures in ENDS_KNOWN, the config has all end tokens,
-# and one of these texts has another meaning.
+# Texts of tokens that end a turn. They are not searched for in the architectures of ENDS_KNOWN: their
+# configs have all end tokens, and one of these texts has another meaning there.
 ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 ENDS_KNOWN = ("gpt-oss", "gemma4")
-# The number of layers of Gemma 2 27B. Like Gemma 3 27B, and as its own config says, this model has
-# hidden_size / num_attention_heads as its query_pre_attn_scalar.
+# The number of layers of Gemma 2 27B. According to that model's own config, its query_pre_attn_scalar
+# is hidden_size / num_attention_heads, as in Gemma 3 27B.
 LAYERS_OF_GEMMA2_27B = 46
 # The tensor of the lm_head; a file without this tensor uses the embeddings.
 HEAD = "output.weight"
@@ -34,7 +34,8 @@ EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-# Kinds of files that hold no model, by general.type or, in older files, by the architecture: names and remedies.
+# The name and the remedy of each kind of file that holds no model. The key general.type states the kind; in older
+# files, the architecture does.
 OWN_FILE = "give the model's own GGUF file"
 NO_MODELS = {
     "adapter": (
@@ -60,8 +61,8 @@ LATER = "nextn_predict_layers"
 def write_metadata(path: Path, header: Header, folder: Path) -> None:
     """Writes a GGUF file's config, generation config and tokenizer to a folder, in the form that transformers reads.
 
-    Weights stay in the file. But if only transformers' reader supports the architecture, this reader dequantizes them
-    into the folder. Raises UserError if it does not support the architecture either, or would leave something out.
+    Weights stay in the file. But if only transformers' reader supports the architecture, that reader dequantizes them
+    into the folder. Raises UserError if that reader does not support it either, or would leave something out.
     """
     _refuse_other_files(path, header)
     import torch
@@ -89,11 +90,11 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         config.architectures = [type(network).__name__]
-        # Gemma 4's factors only say which part of a head rotates; the config says so already.
+        # Gemma 4's factors only say which part of a head rotates. The config already has that part.
         if factors and header.architecture != "gemma4":
             _check_factors(factors, config, network)
             config.rope_parameters |= {
-                "rope_type": "longrope",  # the only type with factors; all lengths use the same ones
+                "rope_type": "longrope",  # the only rope type with factors, here the same for all lengths
                 "short_factor": factors,
                 "long_factor": factors,
                 "attention_factor": 1.0,
@@ -151,7 +152,7 @@ def _ends(config: Any, keys: Keys) -> list[int]:
 
 
 def _config_and_tokenizer(keys: Keys, source: dict[str, Any]) -> tuple[Any, Any]:
-    """Returns a file's config and tokenizer, by a function of `CONFIGS` or, if none fits, by transformers' reader."""
+    """Returns a file's config and tokenizer. A function of `CONFIGS` makes the config, or else transformers' reader."""
     from transformers import AutoConfig, AutoTokenizer
 
     header = keys.header
@@ -204,7 +205,7 @@ def _dequantize(
 
 @contextmanager
 def _read_once(header: Header) -> Iterator[None]:
-    """Makes transformers use our reader's metadata; its own reader takes ten seconds for a large vocabulary."""
+    """Makes transformers use the metadata of `header`; its own reader takes ten seconds for a large vocabulary."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
 

@@ -112,7 +112,7 @@ class Keys:
         return fields | {own: self.header.metadata.get(key) for key, own in IDS.items()}
 
     def layers(self) -> tuple[int, int]:
-        """Returns the numbers of a model's own layers, and of the layers after them that predict later tokens (MTP).
+        """Returns the number of a model's own layers, and of the layers after them for later tokens (MTP).
 
         The file's block_count is the sum of both. MTP layers that the file counts but does not hold are left out.
         """
@@ -125,7 +125,7 @@ class Keys:
         return layers, later if has_mtp(self.header, layers) else 0
 
     def tokens(self, names: Collection[str]) -> list[int]:
-        """Returns the ids of some tokens, without tokens that the vocabulary lacks."""
+        """Returns the ids of the tokens with these names. Names that the vocabulary lacks are left out."""
         known: list[str] = self.header.metadata.get("tokenizer.ggml.tokens") or []
         return [number for number, token in enumerate(known) if token in names]
 
@@ -135,7 +135,7 @@ class Keys:
         return self.header.tensors[tensor].shape[0]
 
     def factors(self, name: str) -> list[float]:
-        """Returns divisors of rotary frequencies, which transformers' reader ignores; an empty list if none exist."""
+        """Returns the divisors of rotary frequencies in a tensor, which transformers' reader ignores; [] without it."""
         import numpy as np
 
         tensor = self.header.tensors.get(name)
@@ -151,7 +151,7 @@ class Keys:
         return [float(value) for value in values]
 
     def rope(self) -> dict[str, Any]:
-        """Returns the parameters of a rotary embedding of whole heads; raises ValueError for a narrower one."""
+        """Returns the parameters of a rotary embedding; raises ValueError if it rotates only a part of each head."""
         head = self.number(
             "attention.key_length",
             self.number("embedding_length") // self.number("attention.head_count"),
@@ -186,13 +186,13 @@ class Keys:
     def _attention_factor(self, factor: float) -> float:
         """Returns the factor by which YaRN multiplies queries and keys."""
         own: float = self.number("rope.scaling.attn_factor", 1.0)
-        # The product is divided by 1 plus this multiple of the growth; the multiple is 0 in most files.
+        # The result is divided by 1 plus this multiple of the growth. In most files, the multiple is 0.
         reduced = self.number_or_0("rope.scaling.yarn_log_multiplier")
         growth = 0.1 * math.log(factor) if factor > 1 else 0.0
         return own * (1 + growth) / (1 + reduced * growth)
 
     def windows(self, period: int | None = None) -> list[str]:
-        """Returns each layer's kind of attention. period: unless the file says it, one layer in this many is full."""
+        """Returns each layer's kind of attention. Unless the file says otherwise, every `period`-th layer is full."""
         layers = int(self.number("block_count"))
         pattern = self.get("attention.sliding_window_pattern")
         if not isinstance(pattern, list):
@@ -349,7 +349,7 @@ def _gemma4(keys: Keys) -> Any:
         **fields,
         global_head_dim=keys.number("attention.key_length"),
         num_global_key_value_heads=heads[full],
-        # Only in this case may layers with full attention have another number of key heads.
+        # Layers with full attention may have another number of key heads only if their values are their keys.
         attention_k_eq_v=f"blk.{full}.attn_v.weight" not in keys.header.tensors,
         num_kv_shared_layers=shared,
         use_double_wide_mlp=len(set(widths)) > 1,
@@ -363,7 +363,7 @@ def _gemma4(keys: Keys) -> Any:
 
 
 def _proportion(keys: Keys) -> dict[str, Any]:
-    """Returns which part of a head Gemma 4 rotates; in the file, the other frequencies have a huge divisor."""
+    """Returns which part of a head Gemma 4 rotates. In the file, the other part's frequencies have huge divisors."""
     factors = keys.factors(FREQUENCIES)
     rotated = factors.count(1.0)
     if not rotated or min(factors[rotated:], default=1e30) < 1e29:

@@ -15,18 +15,19 @@ from medusa_cli.errors import UserError, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-# Bounds of a header's numbers, which a reader trusts. The bounds are several times larger than in any model.
+# Bounds of a header's numbers, without which a reader would trust any number. The bounds are several times larger
+# than the numbers of any model.
 ENTRIES = 1 << 16  # number of metadata entries, and number of tensors
 ELEMENTS = 1 << 21  # of all arrays together: a vocabulary's tokens, scores, types and merges
 STRING = 1 << 24  # bytes of a text
 SIZES = {"block_count": 1024, "context_length": 1 << 30}
 DIMENSIONS = 4
-# Types of metadata by number, as formats of `struct`; other types are strings and arrays.
+# Formats of `struct` for the types of metadata, by the type's number; the other two types are texts and arrays.
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
-# The end of the name of one of several files that hold a model.
+# The end of a file's name if a model is split into several files.
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-# Types of weights in files from 2024, by number. llama.cpp gave them up; it now repacks other types at loading.
+# Types of weights in files from 2024, by number. llama.cpp no longer reads them: it repacks other types at loading.
 REPACKED = {
     31: "Q4_0_4_4",
     32: "Q4_0_4_8",

@@ -9,7 +9,8 @@ from typing import Any
 from medusa_cli.errors import UserError, shown
 from medusa_cli.files.gguf_header import Header
 
-# Types of weights that the native library multiplies as they are stored. Other types would take up to 32 bits a weight.
+# Types of weights that the native library multiplies as they are stored. Weights of other types
+# would take up to 32 bits each.
 READABLE = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
@@ -22,7 +23,7 @@ DELTA_NETS = ("qwen35", "qwen35moe")
 GATED_NORM = "linear_attn.norm.weight"
 # Architectures whose files interleave the two halves of each query and key head.
 INTERLEAVED = ("llama", "granite", "granitemoe", "mistral3", "smollm3")
-# Architectures whose networks transpose the matrices of experts, and interleave gate and up.
+# Architectures whose networks in transformers transpose the matrices of experts, and interleave gate and up.
 TRANSPOSED_EXPERTS = ("gpt-oss",)
 # Divisors of rotary frequencies, which belong to the config and not to the weights.
 FREQUENCIES = "rope_freqs.weight"
@@ -50,8 +51,9 @@ class GgufNames:
     """Maps weights to tensors in a GGUF file, with the gguf package's table of names.
 
     weights: the weights of a network, or of a layer that predicts later tokens, by transformers' names. config: the
-    model's text config, which counts all these layers. within: the prefix of those tensors that must each belong to a
-    weight. Raises ValueError for weights without a tensor, tensors without a weight, other shapes and unreadable types.
+    model's text config, whose number of layers includes that layer. within: the prefix of those tensors that must each
+    belong to a weight. Raises ValueError for weights without a tensor, tensors without a weight, and other shapes, and
+    UserError for types that are not in READABLE.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class GgufNames:
             if NORM_OF_MTP in tensor and tensor not in header.tensors:
                 tensor = "output_norm.weight"
             if f"{tensor}.weight" in header.tensors:
-                tensor += ".weight"  # of a parameter without a module, such as a layer's factor
+                tensor += ".weight"  # the parameter has no module, such as a layer's factor
             if tensor not in header.tensors:
                 raise ValueError(f"it lacks {shown(tensor)}, the weight {name}")
             stored_shape = header.tensors[tensor].shape
@@ -157,7 +159,7 @@ class GgufNames:
         return [number * keys + key for key in range(keys) for number in range(values // keys)]
 
     def values(self, name: str, stored: Any) -> Any:
-        """Returns the values that transformers has for a vector, given the file's values (both are arrays)."""
+        """Returns the values that transformers has for a vector, given the file's values (both are NumPy arrays)."""
         import numpy as np
 
         if name.endswith(".A_log") and self.header.architecture in DELTA_NETS:
@@ -168,7 +170,7 @@ class GgufNames:
 
 
 def names_of(header: Header, network: Any) -> GgufNames:
-    """Returns the `GgufNames` of a network's parameters, and of those of its buffers that checkpoints have."""
+    """Returns the `GgufNames` of a network's parameters, and of the buffers that its checkpoints contain."""
     saved = network.state_dict()
     buffers = {name: values for name, values in network.named_buffers() if name in saved}
     weights = dict(network.named_parameters()) | buffers
@@ -189,7 +191,7 @@ def _part_of_mtp(module: str) -> str | None:
 def _stored_parts(
     name: str, shape: tuple[int, ...], transposed: bool
 ) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
-    """Yields the parts of a weight, as a file stores them: name, module and kind in gguf's table, and shape.
+    """Yields, for each part of a weight in a file, its name, its module and kind in gguf's table, and its shape.
 
     A file stores the gates of all experts separately from their up matrices. The names of these parts are the
     module's name with .gate or .up, and with .gate_bias or .up_bias for biases. transposed: the network's matrices
@@ -227,8 +229,8 @@ def _expanded(order: list[int], width: int) -> list[int]:
 def _is_left_out(tensor: str, config: Any) -> bool:
     """Returns True for a tensor that a model does not need.
 
-    Such a tensor belongs to a layer after the last one, which predicts later tokens (MTP), or is a copy in an MTP
-    layer, or makes keys or values in a layer that uses an earlier layer's.
+    There are three kinds: tensors of the layers after the last one, which predict later tokens (MTP); copies in an MTP
+    layer; and tensors that make keys or values in a layer that uses those of an earlier layer.
     """
     block, _, rest = tensor.removeprefix("blk.").partition(".")
     if not tensor.startswith("blk.") or not rest or not block.isdigit():

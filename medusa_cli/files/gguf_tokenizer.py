@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files, and the rules that transformers' reader does not take from them."""
+"""Tokenizers of GGUF files, and the rules that transformers' reader does not take from the files."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ def own_tokenizer(header: Header, source: dict[str, Any]) -> Any:
 
 
 def split_digits(header: Header, tokenizer: Any) -> None:
-    """Makes a tokenizer split numbers into digits if its vocabulary needs that; transformers' reader ignores this rule.
+    """Makes a tokenizer split numbers into digits if the file's pre-tokenizer does; transformers' reader ignores this.
 
     Logs a warning if the file's pre-tokenizer is unknown.
     """

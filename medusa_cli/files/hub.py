@@ -179,7 +179,7 @@ def hub_gguf(name: str) -> Path:
 
 
 def repository_files(repository: str, kind: str = "model") -> list[str]:
-    """Returns the names of a repository's files; raises the hub client's errors, within seconds without a network."""
+    """Returns the names of a repository's files; without a network, raises the hub client's error within seconds."""
     from huggingface_hub import HfApi
 
     files = HfApi().repo_info(repository, repo_type=kind, timeout=PATIENCE).siblings or []
@@ -206,7 +206,7 @@ def _cached_folder(repository: str) -> Path | None:
 def gguf_files(files: Iterable[str]) -> list[str]:
     """Returns the GGUF files of a repository that stand for a model: whole files, and the first file of split models.
 
-    Files for vision are left out, and so are models that lack one of their files.
+    Files of parts that read images or sound (mmproj) are left out, and so are split models that lack a file.
     """
     stored = set(files)
     return sorted(

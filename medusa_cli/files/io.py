@@ -25,7 +25,7 @@ _LEFTOVER = re.compile(re.escape(TEMPORARY) + r"[a-z0-9_]{8}\..+")
 _GAP = re.compile(r"[ \t\r\n,]*")
 T = TypeVar("T")
 Document = dict[str, Any]  # a JSON object
-# Limits of a document. The largest are those of benches, which hold all questions and answers.
+# Limits of a document. The largest documents are reports of `bench`, which hold all questions and answers.
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64  # nesting depth of YAML
 BOM = b"\xef\xbb\xbf"  # some programs begin UTF-8 files with it
@@ -119,9 +119,9 @@ def _mode_of(path: Path) -> int:
 
 
 def _set_mode(written: Path, old: Path, new_mode: int) -> None:
-    """Gives a file or folder the mode of the old one, or else the mode of new folders; new files are not executable.
+    """Gives a file or folder the mode of the one that it replaces, or else `new_mode`; new files are not executable.
 
-    Otherwise only the owner could read the files that safetensors writes.
+    new_mode: the mode of a new folder. Without this function, only the owner could read files that safetensors writes.
     """
     if written.is_symlink():
         return
@@ -150,7 +150,7 @@ def sweep(folder: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Waits until a file's content is on disk, because a later rename may reach the disk first."""
+    """Waits until a file's content is on disk; otherwise, a later rename could reach the disk first."""
     with path.open("rb") as written:
         os.fsync(written.fileno())
 
@@ -374,7 +374,7 @@ def _is_array(path: Path) -> bool:
 def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
     """Yields the items of a JSON array as number and value; if the array is cut off, the last value is a ValueError.
 
-    The file is read in chunks, so that seeds of several gigabytes need not fit into memory.
+    The file is read in chunks, so that files of several gigabytes need not fit into memory.
     """
     decoder = json.JSONDecoder()
     with path.open(encoding="utf-8-sig", errors="replace") as stream:

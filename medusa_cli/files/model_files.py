@@ -69,14 +69,14 @@ GIT_LFS = b"version https://git-lfs"
 def check_model_files(model: ModelSource) -> None:
     """Raises UserError for a model whose files show that it cannot be verified over a tree.
 
-    When the model is loaded, further checks use transformers' classes and a pass. A model that must be fetched is
-    checked only when it is loaded, so that errors in the command line are reported before the fetch.
+    When the model is loaded, further checks use transformers' classes and a pass of the model. A model that must be
+    fetched is checked only when it is loaded, so that errors in the command line are reported before the fetch.
     """
     if model.kind == "random" or model.must_be_fetched or model.fields is None:
         return
     text = SimpleNamespace(**{"model_type": "", **model.text_fields})
     refuse_by_config(SimpleNamespace(**model.fields), text)
-    if "auto_map" not in model.fields:  # otherwise the model's own code may run
+    if "auto_map" not in model.fields:  # with auto_map, the model's own code may run instead
         refuse_by_source(text)
     check_weights(model)
     check_tokenizer(model)

@@ -113,7 +113,7 @@ class ModelSource:
     def folder(self) -> str:
         """Returns the folder or hub id that from_pretrained can load; the folder of a GGUF file is written once.
 
-        Raises UserError for a path without a model and, if there is no network, within seconds for a hub id.
+        Raises UserError for a path without a model, and, within seconds, for a hub id that is not available.
         """
         name = self.name
         if not name.strip():
@@ -226,7 +226,7 @@ class ModelSource:
 
     @_read_once
     def index(self) -> dict[str, str]:
-        """Returns the file of each tensor by the checkpoint's index; an empty dict if the index is not used."""
+        """Returns the name of each tensor's file in the checkpoint's index; an empty dict if the index is unused."""
         single, index = (self.file(name) for name in WEIGHTS)
         if single is not None or index is None:
             return {}
@@ -318,7 +318,7 @@ def _digest(text: str) -> str:
 
 @cache
 def _reader_stamp() -> str:
-    """Returns a digest of the code that reads GGUF files: our modules, and transformers' version."""
+    """Returns a digest of the code that reads GGUF files: this program's modules, and transformers' version."""
     from importlib.metadata import version
 
     digest = hashlib.sha256(version("transformers").encode())
@@ -330,7 +330,7 @@ def _reader_stamp() -> str:
 def file_stamp(path: Path) -> str:
     """Returns a digest of a large file's size, inode, times and samples of its content.
 
-    Programs can set the time of a file's modification (mtime), but not the time of its change (ctime).
+    The times include the ctime, because programs can set a file's mtime, but not its ctime.
     """
     stat = path.stat()
     facts = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)

@@ -1,7 +1,7 @@
 """The multi-token prediction (MTP) layer in a model's own checkpoint, found by the names of its tensors.
 
-transformers ignores these tensors when it loads a model. Makers use different names and different orders of the
-projection's input. The layer's RMS norms multiply by 1 + weight if the model's own norms do.
+transformers ignores these tensors when it loads a model. Makers use different names, and different orders for the
+two inputs of the projection. The layer's RMS norms multiply by 1 + weight if the model's own norms do.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from medusa_cli.files.model_source import ModelSource, lasting_name
 from medusa_cli.files.paths import READ_ONLY, home, temporary_home
 
 NAME = "mtp"
-# Default number of draft tokens. One layer runs repeatedly, but is trained only for the first few
-# tokens.
+# Default number of draft tokens. The one layer runs once for each token, but was trained only for the
+# first few tokens.
 LEVELS = 4
 EMBEDDING = "embed_tokens.weight"
 # Fields of a model's config that do not describe a layer, or that describe layers which the drafter lacks.
@@ -32,10 +32,10 @@ LEFT_OUT = (
 
 @dataclass(frozen=True)
 class Layout:
-    """Maps our names of the parts around the layer to a maker's names.
+    """Maps this program's names of the parts around the MTP layer to a maker's names.
 
-    state_first: the projection reads [state; embedding], not [embedding; state]. inside: the prefix
-    of the names of the layer's own parts. prefix: the prefix of all names.
+    state_first: the projection reads [state; embedding], not [embedding; state]. prefix: the prefix of
+    all names. inside: what follows `prefix` in the names of the layer's own parts.
     """
 
     fc: str
@@ -47,7 +47,7 @@ class Layout:
     prefix: str = ""
 
     def ours(self, name: str) -> str | None:
-        """Returns our name for a checkpoint's tensor, or None for a tensor that the drafter does not have."""
+        """Returns this program's name for a checkpoint's tensor, or None for a tensor that the drafter lacks."""
         if not name.startswith(self.prefix):
             return None
         part, _, end = name.removeprefix(self.prefix).rpartition(".")
@@ -84,7 +84,7 @@ MIMO = Layout(
 def find_layout(names: Iterable[str], depth: int) -> Layout | None:
     """Returns the layout of the first MTP layer among a checkpoint's tensors, or None if there is none.
 
-    depth: the number of the model's layers; GLM and DeepSeek number their MTP layer after these.
+    depth: the number of the model's layers, which is also the index of the MTP layer of GLM and DeepSeek.
     """
     for name in names:
         for place, layout in _places(depth).items():
@@ -133,7 +133,7 @@ def layout_of(model: ModelSource) -> Layout | None:
 def need_layout(model: ModelSource) -> Layout:
     """Returns the layout of a model's MTP layer; downloads a hub model. Raises UserError if there is no such layer.
 
-    Named models have no MTP layer.
+    Named models are not downloaded, because they have no MTP layer.
     """
     if model.must_be_fetched and model.name not in MODELS:
         hub_gguf(model.name)
@@ -199,7 +199,7 @@ def mtp_settings(model: ModelSource) -> dict[str, Any]:
 
 
 def own_drafter(model: ModelSource) -> Path:
-    """Returns the folder of the drafter in a model's checkpoint, which contains a config but no weights."""
+    """Returns a folder for the drafter in a model's checkpoint. The folder contains a config but no weights."""
     settings = mtp_settings(model)
     key = hashlib.sha256(str(Path(model.folder).absolute()).encode()).hexdigest()[:16]
     try:

@@ -1,4 +1,4 @@
-"""Hides the output of transformers while it loads and saves."""
+"""Hides the progress bars of transformers while it loads and saves models."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

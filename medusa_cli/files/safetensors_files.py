@@ -20,7 +20,7 @@ INT8 = ("I8",)
 GROUP = 32  # inputs that share a scale
 LARGEST = 127
 SCALE = ".scale"
-# Endings of weights in other formats.
+# Endings of the files that may hold weights if the expected file is missing.
 OTHER_WEIGHTS = (
     ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".safetensors", ".gguf"
 )  # fmt: skip
@@ -33,11 +33,11 @@ def read_weights(
     ids: Mapping[str, Sequence[int]] = {},
     types: Sequence[str] = FLOATS,
 ) -> "dict[str, Tensor]":
-    """Returns the tensors in `shapes` (None: all in the file), of one of the `types`, and the integer tensors in `ids`.
+    """Returns the tensors in `shapes` (None: all in the file) and the integer tensors in `ids`; reads no others.
 
-    Other tensors are not read. 8-bit matrices are returned as fp32. Raises UserError for the first
-    tensor that is missing, has another shape or type, or is not finite. Nothing is allocated before
-    all names, shapes and types have been checked.
+    types: the types that tensors in `shapes` may have in the file. 8-bit matrices are accepted as well, and
+    returned as fp32. Raises UserError for the first tensor that is missing, has another shape or type, or is
+    not finite. Nothing is allocated before all names, shapes and types have been checked.
     """
     import torch
     from safetensors import SafetensorError, safe_open
@@ -81,7 +81,7 @@ def _expected(
 ) -> tuple[dict[str, tuple[list[int], Sequence[str]]], list[str]]:
     """Returns the shape and types that each tensor must have, and the names of the 8-bit matrices.
 
-    stored: the type and shape of all tensors in the file. shapes: the shapes of the tensors to read,
+    stored: the type and shape of each tensor in the file. shapes: the shapes of the tensors to read,
     None for all tensors.
     """
     in_8_bits = {key for key, (kind, _) in stored.items() if kind in INT8 and key + SCALE in stored}

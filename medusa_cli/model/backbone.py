@@ -18,7 +18,7 @@ from medusa_cli.model.grouped_attention import NAME, register
 from medusa_cli.model.masks import Masks
 from medusa_cli.model.vocabulary import Vocabulary, eos_ids_of
 
-# Maximum number of positions for models that state none, such as Mamba.
+# Maximum number of positions for models that state no maximum, such as Mamba.
 UNBOUNDED = 1 << 20
 # Types of rotary embeddings that change beyond the original context. Keys that are already in the
 # cache would keep the rotation from before the change.
@@ -48,7 +48,7 @@ def _forked(process: int | None) -> UserError:
 def _rows_of(
     weight: Tensor, bias: Tensor | None, ids: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the rows of the weight and the bias for token ids, or all rows without ids."""
+    """Returns the rows of the weight and the bias for token ids, or all rows if `ids` is None."""
     if ids is None:
         return weight, bias
     return weight[ids], None if bias is None else bias[ids]
@@ -76,8 +76,8 @@ class Backbone:
     """Holds a frozen causal LM, unmodified except for its attention function, and the engine that runs it.
 
     weights, adapter: the digests of their files. embedding: a layer that looks up tokens. lm_head: a function that
-    returns the lm_head's weight and bias. embedding and lm_head are given for a network on the meta device, where only
-    the engine holds weights.
+    returns the lm_head's weight and bias for token ids, or for all tokens if given None. embedding and lm_head are
+    given for a network on the meta device, where only the engine holds weights.
     """
 
     engine: Any  # an engine.Engine, which this package must not import
@@ -220,12 +220,12 @@ class Backbone:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """Returns the bytes and rules of the tokenizer's tokens."""
+        """Returns the bytes of the tokenizer's tokens, and the rules by which it decodes texts."""
         return Vocabulary(self.tokenizer)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Returns the ids of special tokens; kept, because the tokenizer needs milliseconds to list thousands."""
+        """Returns the ids of special tokens. They are kept, because listing thousands of tokens takes milliseconds."""
         added = self.tokenizer.added_tokens_decoder
         return frozenset(id for id, token in added.items() if token.special)
 
@@ -283,8 +283,8 @@ def text_model(network: Any) -> Any:
 def has_tied_head(network: Any) -> bool:
     """Returns True if a network's lm_head shares the weight of its embeddings.
 
-    The config does not tell: the configs of a whole model and of its text part may differ, and files
-    may hold both weights.
+    The config is not enough to tell: the configs of a whole model and of its text part may differ, and
+    files may hold both weights.
     """
     return network.get_output_embeddings().weight is network.get_input_embeddings().weight
 
@@ -402,7 +402,7 @@ class Layers:
             raise Unsupported("its layers differ in the shape of their keys")
 
     def rotary(self, x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines [B, n, D] of positions [B, n] for layers of a kind, in x's type."""
+        """Returns rotary cosines and sines [B, n, D] of positions [B, n] for layers of a kind, in x's number type."""
         rotary = self.base.rotary_emb
         cos, sin = rotary(x, positions, kind) if self.by_kind else rotary(x, positions)
         return cos, sin

@@ -37,8 +37,8 @@ class ChatTokenizer(Protocol):
     def eos_ids(self) -> Collection[int]: ...
 
 
-# Limits of rendering a chat template: seconds, bytes of memory, and characters beyond four times the
-# messages'.
+# Limits of rendering a chat template: seconds, additional bytes of memory, and the characters by which
+# the text may exceed four times the length of the messages.
 MAX_SECONDS = 10.0
 MAX_BYTES = 1 << 30
 MAX_GROWTH = 1 << 20
@@ -97,10 +97,10 @@ def chat_prompt(
 def _bounded() -> Iterator[None]:
     """Raises TimeoutError in a block after MAX_SECONDS, and MemoryError if the block takes MAX_BYTES more memory.
 
-    Both limits are checked every TICK_S seconds, between two operations. In our own program, the
-    system also refuses an operation that takes more memory. Afterwards, an alarm that a caller of the
-    Python API had set is restored, with the remaining time. The limits apply only in the main thread, as no
-    other thread can be interrupted. A server renders in a separate process (`serve.templates`).
+    Both limits are checked every TICK_S seconds, between two operations. In the `medusa` program, the
+    system also refuses an operation that would exceed the limit of memory. After the block, an alarm that
+    a caller of the Python API had set is restored, with the remaining time. The limits apply only in the
+    main thread, because no other thread can be interrupted. A server renders in a separate process (`serve.templates`).
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGALRM) is None:  # None: a handler was set in C
@@ -117,7 +117,7 @@ def _bounded() -> Iterator[None]:
             raise MemoryError
 
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    # The timer repeats, for the checks and because Jinja catches exceptions that are raised in its optimizer.
+    # The timer repeats, because one check is not enough: Jinja catches exceptions that are raised in its optimizer.
     left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
     before = signal.signal(signal.SIGALRM, check)
     signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
@@ -204,7 +204,7 @@ def _begun(tokenizer: Any, text: str, plain: list[int]) -> list[int]:
 def after_answer(
     model: ChatTokenizer, messages: list[dict[str, str]], *, prompt: bool
 ) -> str | None:
-    """Returns the text after the last answer of the messages, or None if the template rewrites the text before it."""
+    """Returns the text after the last answer of the messages, or None if the template rewrites this or earlier text."""
     last = max(at for at, message in enumerate(messages) if message["role"] == "assistant")
     before = render(model, messages[:last], prompt=True)
     whole = render(model, messages, prompt=prompt)
@@ -223,7 +223,7 @@ def encode(
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Returns the token ids of a conversation and the spans [start, end) of its answers with their end tokens.
 
-    Raises UserError for a chat template that is missing or rewrites earlier turns, Malformed if it refuses the roles.
+    Raises UserError for a chat template that is missing or rewrites earlier turns, and Malformed for refused messages.
     """
     tokens: list[int] = []
     spans: list[tuple[int, int]] = []

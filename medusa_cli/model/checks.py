@@ -1,4 +1,4 @@
-"""Checks, based on transformers' classes and a pass, that a model can be loaded and verified over a tree."""
+"""Checks, based on transformers' classes and a pass, that a model can be loaded and can verify a tree."""
 
 import math
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def refuse_unsupported(config: Any) -> None:
 
 
 def refuse_layers(network: Any, text: Any) -> None:
-    """Raises UserError if a network or its text config shows that some layers cannot follow a tree."""
+    """Raises UserError if a network or its text config shows that some layers cannot verify a tree."""
     stateful = bool(stateful_modules(network))
     if not stateful and any(kind in STATEFUL for kind in layer_kinds(text)):
         raise unverifiable(text, f"it has {OUTSIDE}")
@@ -64,7 +64,7 @@ def unloadable(model: str, why: str | Exception) -> UserError:
 def check_architecture(config: Any, model: ModelSource) -> Any:
     """Returns a model's network without weights, so that no config can exhaust the memory.
 
-    Raises UserError for a model that cannot be verified, or whose files do not fit its config.
+    Raises UserError for a model that cannot verify a tree, or whose files do not fit its config.
     """
     refuse_unsupported(config)
     files = model.tensors
@@ -75,7 +75,7 @@ def check_architecture(config: Any, model: ModelSource) -> Any:
         raise unloadable(model.name, reason) from reason
     weights = dict(network.named_parameters())
     refuse_layers(network, config.get_text_config())
-    # Packed weights have other shapes.
+    # Quantized weights are packed, and have other shapes than the network's.
     if not files or getattr(config, "quantization_config", None) is not None:
         return network
     prefix = f"{network.base_model_prefix}."
@@ -86,7 +86,7 @@ def check_architecture(config: Any, model: ModelSource) -> Any:
                 model.name,
                 f"config.json asks for {name} of shape {[*weight.shape]}, its files hold {shape}",
             )
-    # Experts are stored under other names, so the totals are compared as well.
+    # Files store experts under other names than the network's, so the totals are compared as well.
     wanted = sum(weight.numel() for weight in weights.values())
     stored = sum(math.prod(shape) for shape, _ in files.values())
     if wanted > 2 * stored:
@@ -156,7 +156,10 @@ def _looks_ahead(network: Any, ids: Tensor, logits: Tensor) -> bool:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """Returns the median difference between rows [n, V], relative to their norm; a few rows may differ at near-ties."""
+    """Returns the median over rows [n, V] of their difference, relative to the norm of the row in `theirs`.
+
+    The median lets a few rows differ more, at near-ties.
+    """
     size = theirs.norm(dim=-1).clamp(min=1e-9)  # a padding token may give zeros
     return float(((ours - theirs).norm(dim=-1) / size).median())
 

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint from which a network's weights are made.
 
-Published files may have other names, and merged or transposed tensors. transformers' own rules
-convert these tensors, as they do when transformers loads the network.
+In published files, tensors may have other names than the weights, and may be merged or transposed.
+transformers' own rules convert these tensors, as they do when transformers loads the network.
 """
 
 from collections.abc import Callable, Iterable

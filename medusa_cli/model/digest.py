@@ -10,7 +10,7 @@ from medusa_cli.files.model_source import ModelSource
 from medusa_cli.files.safetensors_files import opened
 from medusa_cli.model.weights import gguf_slices
 
-# A tensor's sample has this many windows of this many numbers, spread from the tensor's beginning to its end.
+# A tensor's sample has WINDOWS windows of WIDTH numbers, spread from the tensor's beginning to its end.
 WINDOWS = 4
 WIDTH = 64
 # Maximum number of tensors sampled from a checkpoint, which may have many thousands of experts.
@@ -60,6 +60,6 @@ def _sample(tensor: Any, shape: Iterable[int]) -> bytes:
 
 
 def _digest(samples: Iterable[bytes]) -> str:
-    """Returns one digest of all samples, which does not depend on the names, order and ties of the tensors."""
+    """Returns one digest of all samples. Names, order and repetitions of tensors do not matter."""
     each = {hashlib.sha256(sample).digest() for sample in samples}
     return hashlib.sha256(b"".join(sorted(each))).hexdigest()[:16]

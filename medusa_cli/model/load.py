@@ -27,8 +27,8 @@ from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 FLOATS = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "F64": torch.float64}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
-# Config fields of models with random weights, and their values by shape. They serve to time models that cannot be
-# downloaded.
+# Config fields of models with random weights, and the fields' values by shape. Such models serve to time models that
+# cannot be downloaded.
 FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -211,7 +211,7 @@ def _refuse_adapter(model: ModelSource) -> None:
 
 
 def _network_of_gguf(model: ModelSource, config: Any, dtype: torch.dtype) -> Any:
-    """Returns transformers' network with the weights of a GGUF file, dequantized exactly to fp32, then in dtype."""
+    """Returns transformers' network with a GGUF file's weights, dequantized exactly to fp32, then converted."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -299,7 +299,7 @@ def read_config(model: ModelSource, trust_remote_code: bool = False, whole: bool
 
     if model.kind == "random":
         return random_config(model.name)
-    # Reading the fields first refuses impossible values.
+    # This reads the fields, to raise UserError for impossible values before transformers reads them.
     model.fields  # noqa: B018
     try:
         config = AutoConfig.from_pretrained(model.folder, trust_remote_code=trust_remote_code)

@@ -32,7 +32,7 @@ def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
     with _quiet():
         from peft import LoraConfig, inject_adapter_in_model
 
-    # A model's own kind of linear layer, such as a router, may return more than one tensor.
+    # A model's own kind of linear layer, such as a router, may return several tensors, so it gets no LoRA weights.
     names = {
         name
         for name, module in network.named_modules()

@@ -66,9 +66,9 @@ class Vocabulary:
         return str(self._tokenizer.clean_up_tokenization(text)) if self.cleans_up else text
 
     def settled(self, text: str) -> int:
-        """Returns the length of the beginning of a decoded text that no further token changes.
+        """Returns how many characters at the beginning of a decoded text stay as they are, whatever tokens follow.
 
-        The text has not been cleaned up.
+        The text must not have been cleaned up.
         """
         end = len(text)
         if self.cleans_up and (match := UNCLEAN.search(text, max(0, end - LONGEST_UNCLEAN))):

@@ -278,7 +278,7 @@ def gguf_slices(model: ModelSource) -> dict[str, GgufSlice]:
             slices[name] = GgufSlice(weights, name)
             continue
         shape = weights.names.shapes[name]
-        # Other files have one weight per expert, so each expert gets a slice.
+        # Safetensors files have one weight per expert, so each expert of a GGUF file gets a slice, too.
         module, _, part = name.rpartition(".")
         for expert in range(shape[0]):
             own = f"{module}.{expert}.{part}_proj.weight"
@@ -303,11 +303,11 @@ def open_weights(model: ModelSource, network: Any) -> Weights:
 
 
 def has_own_head(model: ModelSource, network: Any) -> bool:
-    """Returns True if a model's lm_head is tied, but its files hold another matrix for it than the embeddings.
+    """Returns True if a network ties its lm_head to the embeddings, but its files hold another matrix for the lm_head.
 
-    transformers does not tie the two in this case, either. network: may be on the meta device.
+    In this case, transformers does not tie the two, either. network: may be on the meta device.
     """
-    # A GGUF file has a tied lm_head exactly if it holds no matrix for the lm_head; see `write_metadata`.
+    # A GGUF file's lm_head is tied if and only if the file holds no matrix for it; see `write_metadata`.
     if not model.checkpoint or not has_tied_head(network):
         return False
     weights = CheckpointWeights(model.checkpoint, network)
@@ -340,7 +340,7 @@ def _from_mxfp4(blocks: Tensor, scales: Tensor) -> RawMatrix:
 
 
 def raw_of(tensor: Tensor) -> RawMatrix:
-    """Returns a matrix of floats in its own type; several matrices are concatenated."""
+    """Returns a matrix of floats in its own type if FLOAT_TYPES has it, else in fp32; concatenates several matrices."""
     tensor = tensor.flatten(0, -2)
     if tensor.dtype not in FLOAT_TYPES:
         tensor = tensor.float()

@@ -62,7 +62,7 @@ class LoadOptions:
 
     @property
     def native_options(self) -> list[str]:
-        """Returns the options of engines that pack the weights, with their values, such as "@kv fp16"."""
+        """Returns the given options that need an engine with packed weights, with values such as "@kv fp16"."""
         given = {
             "quantize": self.quantize in INTEGER,
             "activations": self.activations != "auto",

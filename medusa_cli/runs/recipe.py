@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from medusa_cli.files.catalogue import DEFAULT_MODEL
 
-# The largest count in a recipe; a larger number is a typing error.
+# A count in a recipe; a number above the limit is taken for a typing error.
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 Rank = Annotated[int, Meta(ge=1, le=65_536)]
 Seed = Annotated[int, Meta(ge=0, le=2**62)]
@@ -160,7 +160,7 @@ class TrainRecipe:
         "stage 1: where the model's hidden states come from: kept (the disk), fresh (the model runs in every step) "
         "or vllm (files that vLLM wrote to RUN/vllm)",
     )
-    # Stage 2 (Medusa, section 3.2.2).
+    # Stage 2 (section 3.2.2 of the Medusa paper).
     tuning: Literal["lora", "qlora", "full"] = key(
         "lora",
         "stage 2: lora, qlora (the model in 4 bits), or full (all weights; writes the model and a new run)",
@@ -192,7 +192,7 @@ class TrainRecipe:
     gradient_checkpointing: bool = key(
         False, "stage 2: recompute activations in the backward pass to save memory"
     )
-    # Either stage.
+    # Both stages.
     shard: bool = key(False, "under torchrun: each process holds a part of the model's layers")
     validation_fraction: Annotated[float, Meta(ge=0, le=0.5)] = key(
         0.05, "fraction of the conversations held out for validation"

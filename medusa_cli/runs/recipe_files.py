@@ -80,7 +80,7 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             )
         name = _full_name(key.strip(), "the command line")
         text = text.strip()
-        # Text stays text, however YAML would read it.
+        # If a key takes text, its value is the text itself, and not what YAML would read.
         whole = types()[name] in (str, str | None) and text != "null"
         recipe = _with(recipe, name, text if whole else _parsed(text))
     return recipe
@@ -203,8 +203,8 @@ def recipe_of(
 ) -> Recipe:
     """Returns a command's recipe: from its file (by default, a resumed run's), then KEY=VALUE words, then flags.
 
-    Unless words or flags set the model and the chat template, they come from the run, or else from the run `origin`,
-    if it has them. Without a file, the settings of the drafter and its loss are those of `origin`.
+    Unless words or flags set the model, it comes from the run, or else from the run `origin`. So does the chat
+    template, unless the recipe has one. Without a file, the settings of the drafter and its loss are those of `origin`.
     """
     file, settings = split_words(words)
     settings |= {key: str(value) for key, value in flags.items() if value is not None}

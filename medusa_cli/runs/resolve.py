@@ -106,9 +106,9 @@ def _parse_nodes(tree: str, number: str) -> int:
 class Choice:
     """Holds the model, the files of drafter and tree, and the run.
 
-    adapter: the adapter that stage 2 trained. lookup: draft n-gram matches, besides the drafter's tokens if there is a
-    drafter; None: do so only with a drafter and the tree `auto`. chat_template: a Jinja template that replaces those of
-    the model and the run. home: for a drafter that was given by name, its run or a folder that is laid out like a run.
+    adapter: the adapter that stage 2 trained. lookup: True drafts n-gram matches, also without a drafter; None drafts
+    them only with a drafter and the tree `auto`. chat_template: a Jinja template that replaces those of the model and
+    the run. home: for a drafter that was given by name, its run or a folder that is laid out like a run.
     """
 
     source: ModelSource
@@ -204,7 +204,7 @@ def _model_for(named: _Named | None, target: Run | None) -> str:
 
 
 def _with_default(plain: Choice, default: Run | None, asked: TreeChoice) -> Choice:
-    """Returns a choice with the run's drafter, or else the shipped drafter; if there is neither, n-grams must be on."""
+    """Returns a choice with the drafter of the run or the shipped one; if there is neither, `lookup` must be True."""
     # A run without a drafter is an error, unless n-gram matches are drafted instead.
     if default is not None and (default.has_drafter or not plain.lookup):
         return _with_drafter(plain, default.drafter_dir, default, asked)
@@ -220,7 +220,7 @@ def _with_named(plain: Choice, named: _Named, default: Run | None, asked: TreeCh
     folder = named.folder or mtp_layer.own_drafter(plain.source)
     if default is not None and folder.resolve() == default.drafter_dir.resolve():
         return _with_drafter(plain, folder, default, asked)
-    # The adapter of a run that has its own drafter does not fit another drafter, nor does the tree that ships.
+    # The adapter of a run with a drafter fits only that drafter. The tree that ships fits only the shipped drafter.
     home = named.run
     owner = home if plain.run is None or plain.run.has_drafter else plain.run
     plain = replace(plain, adapter=owner.adapter if owner else None, home=home)
@@ -386,7 +386,7 @@ def _model_of(folder: Path | None) -> str | None:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Holds heads' accuracies [K][top] (empty: not measured) and temperatures, their model, and the drafter's stamp.
+    """Holds each head's accuracies [K][top] (empty: not measured) and temperature, the model, and the drafter's stamp.
 
     read_calibration adds the path, the number of heads (None: unknown), and whether the run now has another drafter.
     """

@@ -21,7 +21,7 @@ from medusa_cli.files.paths import expanded
 log = logging.getLogger(__name__)
 LOCK = ".lock"
 RUNS = Path("runs")
-# Has a folder, laid out like a run, for each model for which a drafter ships.
+# Contains, for each model with a shipped drafter, a folder that is laid out like a run.
 SHIPPED = Path(__file__).parent.parent / "pretrained"
 DEFAULT_RUN = "default"
 DRAFTER_CONFIG = "the drafter's config"
@@ -159,7 +159,7 @@ def describe_distillation(folder: Path) -> Distillation:
 
 
 def same(expected: dict[str, Any], actual: dict[str, Any], *keys: str) -> bool:
-    """Returns True if two identities agree on the keys that both have; a server does not report its weights."""
+    """Returns True if two identities agree on the keys that both have. Servers report no digest of weights."""
     known = [key for key in keys if expected.get(key) is not None and actual.get(key) is not None]
     return all(expected[key] == actual[key] for key in known)
 
@@ -167,7 +167,7 @@ def same(expected: dict[str, Any], actual: dict[str, Any], *keys: str) -> bool:
 def check_backbone(
     expected: dict[str, Any], actual: dict[str, Any], what: str, *, tuned: bool = False
 ) -> None:
-    """Raises UserError unless both identities have the same weights; the id may differ, as a folder may move.
+    """Raises UserError unless two identities agree on sizes and weights. The ids may differ, as a folder may move.
 
     tuned: accept other weights of the same architecture and sizes, such as those of a fine-tuned model.
     """
@@ -334,7 +334,7 @@ class Run:
 
     @property
     def owner(self) -> dict[str, Any] | None:
-        """Returns the identity of the run's model, None before a first use; raises UserError for a damaged file."""
+        """Returns the identity of the run's model, None before the run is used; raises UserError for a damaged file."""
         marker = self.path / "run.json"
         remedy = "delete it, and give @model with the next command that loads the model, which writes it again"
         if not marker.exists():

@@ -43,8 +43,8 @@ PRIOR = 20
 # Rank of a token that is not among the guesses, and rank of a position past the answer's end.
 MISSED = 1 << 30
 PAST_END = (1 << 30) + 1
-# Default number of held-out conversations for drafters that must run the model on them. Running
-# them (22,000 tokens) takes a few minutes.
+# Default number of held-out conversations for drafters that draft from the verify pass: the model
+# must run on every conversation. Running it on 100 of them (22,000 tokens) takes a few minutes.
 WHOLE = 100
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def calibrate(
     kind = drafter_kind(folder)
     origin = describe_drafter(folder).provenance
     recipe = load_recipe(run.recipe_path if run.recipe_path.is_file() else None)
-    # A run that was trained on other files has no conversations of its own.
+    # A run has no conversations of its own if it was trained on a file outside the run.
     learned = origin.data.path if origin.data is not None and not run.data_path.is_file() else None
     source = data or Path(learned or run.data_path)
     if max_samples is None and data is None and kind.uses_verify_pass:
@@ -193,10 +193,10 @@ def accuracies_at_roots(ranks: Tensor, top: int) -> tuple[list[list[float]], int
 
     ranks [n, K]: the rank of the right token among each head's guesses, given the right tokens before it, at the n
     positions of whole answers. A decoding step begins where the previous step's drafts failed, at a position that is
-    hard to guess. A head counts only if the guesses of the heads before it were accepted. Decoding is simulated with
-    the best tree of NODES nodes. That tree depends on the accuracies; three rounds are enough for both to stop
-    changing. Few steps reach the last heads, so each head's accuracy over all positions is averaged in, with the weight
-    of PRIOR steps.
+    hard to guess. In a step, a head counts only if the guesses of the heads before it were accepted. Decoding is
+    simulated with the best tree of NODES nodes. That tree depends on the accuracies; three rounds are enough for the
+    tree and the accuracies to stop changing. Few steps reach the last heads, so each head's accuracy over all positions
+    is averaged in, with the weight of PRIOR steps.
     """
     known = (ranks != PAST_END).double()
     right = (ranks[..., None] == torch.arange(top)).double()  # [n, K, top]
@@ -213,7 +213,7 @@ def accuracies_at_roots(ranks: Tensor, top: int) -> tuple[list[list[float]], int
 
 
 def accepted(ranks: Tensor, tree: Tree) -> Tensor:
-    """Returns how many draft tokens [n] of a tree a step from each position accepts, given ranks [n, K]."""
+    """Returns the number [n] of draft tokens that a step with the tree accepts at each position, given ranks [n, K]."""
     # The last column stands for every rank that the tree does not use.
     children = torch.full((tree.size, max(tree.widths) + 1), -1)
     for child in range(1, tree.size):
@@ -228,8 +228,9 @@ def accepted(ranks: Tensor, tree: Tree) -> Tensor:
 
 
 def begins(accepted: Tensor) -> Tensor:
-    """Returns a mask [n] of the positions where steps begin, given the number of tokens `accepted` [n] at each.
+    """Returns a mask [n] of the positions where steps begin.
 
+    accepted [n]: how many draft tokens a step that begins at each position accepts.
     A step ends one token after its accepted tokens. The positions belong to whole answers, and no
     step accepts tokens past the end of its answer.
     """

@@ -80,8 +80,8 @@ def _files(run: Run) -> tuple[Path, ...]:
 def set_aside(run: Run) -> None:
     """Renames the files of an earlier training run, so that a run replaced by mistake can be restored.
 
-    The new run deletes the renamed files at its first regular checkpoint or at its end, but not if it is stopped before
-    that. If it was stopped, the next run deletes the stopped run's files instead.
+    The new run deletes the renamed files at its first regular checkpoint or at its end. If the new run is stopped
+    earlier, the renamed files stay, and the next run deletes the stopped run's files instead of renaming them.
     """
     stopped_early = earlier_path(checkpoint_path(run)).is_file()
     if checkpoint_path(run).is_file():

@@ -35,8 +35,8 @@ def estimate(
     """Estimates the cost of `train` with the same arguments, without writing anything.
 
     tokens_to_run: the number of tokens whose hidden states are not stored yet. disk_bytes: the size
-    of these states. memory_bytes: the peak memory of this process so far, which is also the peak of
-    training. seconds: the time for hidden states, training and validations.
+    of these states. memory_bytes: the peak memory of this process after the sampled steps; training
+    has the same peak. seconds: the time for hidden states, training and validations.
     """
     setup.check_recipe(recipe)
     recipe = setup.with_dtype(recipe, options)
@@ -56,7 +56,7 @@ def estimate(
     setup.start_heads(run, start, backbone, drafter, train.stage, dataset)
     if not online:
         # If the data set has a states tensor, even an empty one, batch sizes are measured in
-        # positions.
+        # trained positions instead of tokens.
         dataset = replace(dataset, states=torch.empty(0))
     trainer = Trainer(backbone, drafter, dataset, recipe, run)
     missing = 0
@@ -112,10 +112,10 @@ def _take_states(trainer: Trainer) -> float:
 
 
 def _time_steps(trainer: Trainer) -> float:
-    """Runs SAMPLED steps in memory; returns the last step's seconds per position.
+    """Runs SAMPLED steps without saving anything; returns the last step's seconds per position.
 
-    These are the first steps of the training. In stage 2, they are the first steps that also train
-    the model, because such steps take the most time and memory.
+    In stage 1, these are the first steps of the training. In stage 2, they are the first steps that
+    also train the model, because such steps take the most time and memory.
     """
     train = trainer.recipe.train
     if train.stage == 2:

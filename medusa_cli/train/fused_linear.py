@@ -1,4 +1,4 @@
-"""Fused linear cross-entropy: the loss on a linear layer's logits and its gradients, in blocks of rows.
+"""Fused linear cross-entropy: the loss on a linear layer's logits and the loss's gradients, in blocks of rows.
 
 The gradients overwrite the logits, so the two are never in memory together. This saves memory and the time to fill it.
 """
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 # Such small blocks would leave a GPU idle.
 ROWS = 128
 GPU_ROWS = 4096
-# Takes logits [n, M] and the slice of rows to which they belong. Returns the summed loss, and
-# overwrites the logits with its gradient.
+# Takes the logits [n, M] of a block of rows, and the slice of all rows that the block is. Returns the
+# block's summed loss, and overwrites the logits with the loss's gradient.
 RowLoss = Callable[[Tensor, slice], Tensor]
 
 
@@ -31,7 +31,7 @@ class Targets:
     """Holds the target distributions of n rows: (1 - soft) * one-hot(ids [n]) + soft * teacher[teacher_rows [n]].
 
     weights [n]: a factor for each row's loss; 0 for rows without a target. right [n]: is set to 1 for each row whose
-    best score is the target's, and to 0 for the others. teacher [m, M]: the teacher's probabilities.
+    highest logit is that of its token in `ids`, and to 0 for other rows. teacher [m, M]: the teacher's probabilities.
     """
 
     ids: Tensor
@@ -73,7 +73,7 @@ def linear_loss(
 
 @cache
 def kernel_of(device: torch.device) -> "Callable[..., Tensor] | None":
-    """Returns the kernel that computes the loss on a GPU, or None if it does not run there or gives wrong results."""
+    """Returns the GPU kernel that computes the loss, or None if the device cannot run it or it gives wrong results."""
     if device.type != "cuda":
         return None
     try:
@@ -102,7 +102,7 @@ class PlainLoss:
         self._log_softmax = LogSoftmax()
 
     def __call__(self, logits: Tensor, targets: Targets) -> Tensor:
-        """Returns the weighted sum of the cross-entropies of logits [n, M], whose gradient overwrites the logits."""
+        """Returns the weighted sum of cross-entropies of logits [n, M], and overwrites the logits with its gradient."""
         log_q = self._log_softmax(logits)
         torch.eq(log_q.argmax(-1), targets.ids, out=targets.right)
         columns = targets.ids[:, None]
@@ -127,7 +127,7 @@ class PlainLoss:
 
 
 class LogSoftmax:
-    """Computes fp32 log-probabilities of blocks of logits in one buffer, which the next block overwrites.
+    """Computes fp32 log-probabilities of blocks of logits, each block in the same buffer as the block before.
 
     Allocating memory for every block costs more than the computation, because the system zeroes each page.
     """
@@ -158,7 +158,7 @@ def blockwise_loss(
     weights: Sequence[Tensor],
     rows: int | None = None,
 ) -> Tensor:
-    """Returns the sum of a loss over the rows of softmax(linear(hidden [n, H])), and computes its gradients.
+    """Returns the sum of a loss over the rows of logits linear(hidden [n, H]), and computes the sum's gradients.
 
     Logits exist for `rows` rows at a time (None: for all), and fp32 logits for `rows_at_once` rows.
     Gradients reach `hidden` and `weights`, which must include every trainable weight of `linear`.

@@ -20,7 +20,7 @@ NAME = "train.jsonl"
 
 @dataclass(frozen=True)
 class Stepped:
-    """Records one optimizer step: loss in nats (weighted over heads), each head's loss and top-1 accuracy.
+    """Records one optimizer step: the loss in nats (with weighted heads), and each head's own loss and top-1 accuracy.
 
     A head without a target in the step has no loss and no accuracy.
     """
@@ -70,10 +70,10 @@ def acceptance_of(accuracies: Sequence[float | None]) -> float:
 
 
 def best_of(checks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the log line of the first validation with the highest simulated acceptance length.
+    """Returns the log line of the validation with the highest simulated acceptance length.
 
-    The validation before the first step does not count. Returns None if there is no other
-    validation.
+    Of several such validations, the earliest is returned. The validation before the first step does
+    not count. Returns None if there is no other validation.
     """
     return max(
         (line for line in checks if line["step"]),
@@ -94,7 +94,7 @@ KINDS = {kind.__name__.lower(): kind for kind in (Stepped, Validated, Saved)}
 
 
 class TrainLog:
-    """Appends events to a JSONL file; on resume, first drops the events after the checkpoint."""
+    """Writes events to a JSONL file in place of an earlier log; on resume, keeps its events up to the checkpoint."""
 
     def __init__(self, path: Path, resumed_at: int | None = None) -> None:
         self.path = path

@@ -34,7 +34,7 @@ CLIP = 1.0  # maximum norm of the gradient
 # Number of positions after which freed memory is returned to the system.
 POSITIONS_PER_TRIM = 10_000
 BETAS = (0.9, 0.95)
-# The number of latest steps by which the duration of the remaining steps is estimated, and the shortest estimate.
+# The number of latest steps whose median duration is assumed for each remaining step, and the least duration assumed.
 TIMED_STEPS = 64
 SHORTEST_S = 1e-6
 
@@ -59,8 +59,8 @@ class Trainer:
     The drafter is converted to fp32 (master weights) and computes in the recipe's dtype. With `resume`, training
     continues from the run's checkpoint, with the same batches and learning rates as without the interruption.
     seconds_left: returns the time that is left for the training. If the remaining steps would take longer, the last
-    steps are left out, and the learning rate falls over the others. If there are several processes, each takes a share
-    of every step's micro-batches. A step is therefore the same for any number of processes.
+    steps are left out, and the learning rate falls to its minimum over the others. If there are several processes, each
+    process takes a share of every step's micro-batches, so a step is the same for any number of processes.
     """
 
     def __init__(
@@ -169,14 +169,14 @@ class Trainer:
             self.steps = min(len(self.groups), self.step + fitting)
 
     def train_step(self) -> Stepped:
-        """Runs the next step."""
+        """Runs the next step and returns its record."""
         start = time.perf_counter()
         group = self.groups[self.step]
         size = self.sizes[self.step]
         losses = []
         batches = self.world.micro_batches(list(enumerate(group)))
         for place, ((number, items), counts) in enumerate(batches, 1):
-            # Each micro-batch has its own seed, so that dropout is the same in any process.
+            # Each micro-batch has its own seed, so that its dropout is the same in whichever process it runs.
             torch.manual_seed(
                 random.Random(f"{self.recipe.train.seed}:{self.step}:{number}").getrandbits(56)
             )
@@ -299,7 +299,7 @@ class Trainer:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Returns the drafter tensors that a checkpoint keeps, and the trainable weights of the backbone."""
-        # Buffers are included, because copied heads may bring the draft vocabulary of other data.
+        # Buffers are included, because one holds the draft vocabulary, which copied heads may bring from other data.
         own = [*self.drafter.named_parameters(), *self.drafter.named_buffers()]
         return {
             **dict(own),

@@ -1,4 +1,4 @@
-"""The Triton kernel of the loss on a GPU; its twin in plain torch is `fused_linear.PlainLoss`."""
+"""The Triton kernel of the loss on a GPU; `fused_linear.PlainLoss` computes the same in plain torch."""
 
 # mypy: disable-error-code="misc, no-untyped-def, no-untyped-call"
 
@@ -60,7 +60,7 @@ def cross_entropy_kernel(
 
 
 def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
-    """Returns the result of `fused_linear.PlainLoss`, with one kernel launch and one sum."""
+    """Returns the same loss as `fused_linear.PlainLoss`, with one kernel launch and one sum."""
     losses = torch.empty(len(logits), device=logits.device)
     cross_entropy_kernel[(len(logits),)](
         logits,

@@ -29,10 +29,10 @@ from medusa_cli.train.fused_linear import (
 from medusa_cli.train.schedules import lambda_0
 
 # Number of rows of full-vocabulary logits processed at once. 64 x 49,152 logits in fp32 are 12 MB,
-# which stay in a CPU's cache. Each block reads the whole lm_head, so blocks are larger on a GPU.
+# which stay in a CPU's cache. Each block reads the whole lm_head; a GPU's larger blocks read it less often.
 LM_ROWS = 64
 GPU_LM_ROWS = 1024
-# Share of the tokens in sampled softmax that are drawn from the less likely tokens.
+# Share of the tokens in sampled softmax that are drawn at random from the less likely tokens.
 DRAWN = 0.25
 # One of this many positions is used to find the teacher's most likely tokens in a batch.
 ASKED = 8
@@ -43,9 +43,10 @@ class BatchLoss:
     """Holds the loss of a micro-batch and its parts.
 
     total: the value to minimize, a mean over all `positions`. A head without a target at a position adds nothing there.
-    by_head [K]: each head's part of `total`. scale [K]: the factors that turn these parts into sums over the `learned`
-    [K] targets of each head. correct, counted [K]: each head's top-1 hits and targets. `scale` and `counted` are in the
-    host's memory. parts: the other parts of the loss by name.
+    by_head [K]: each head's part of `total`. learned [K]: the number of each head's targets in the draft vocabulary.
+    scale [K]: the factors that turn `by_head` into sums over these targets. correct, counted [K]: the numbers of each
+    head's top-1 hits and of all its targets. `scale` and `counted` are in the host's memory. parts: the other parts of
+    the loss by name.
     """
 
     total: Tensor
@@ -59,7 +60,7 @@ class BatchLoss:
 
     @property
     def figures(self) -> Tensor:
-        """Returns the numbers that are on the device as one vector, which `sums` takes apart."""
+        """Returns one vector of all numbers that are on the device; `sums` takes the vector apart."""
         heads = [self.by_head, self.correct, self.learned]
         parts = [part for part in self.parts.values() if isinstance(part, Tensor)]
         return torch.cat([*heads, torch.stack([self.total.detach(), *parts])])
@@ -200,8 +201,8 @@ def drafter_loss(
     A target outside the draft vocabulary adds nothing to the loss and counts as a miss in the
     accuracy. Heads that read the draft tokens also learn the backbone's hidden states at the
     positions of their targets, with a smooth L1 loss (`train.regress`; EAGLE, arXiv:2401.15077).
-    Only the total includes this regression. Heads that do not read the draft tokens could only
-    learn the mean of the possible states.
+    Only `total` includes this regression, not `by_head`. Heads that do not read the draft tokens could
+    only learn the mean of the possible states.
     """
     device = batch.next.device
     index = drafter.vocabulary_index(device)
@@ -282,10 +283,11 @@ def regression_weight(drafter: HeadDrafter, train: TrainRecipe) -> float:
 def sample_vocabulary(
     batch: Batch, count: int, index: Tensor, size: int, mass: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `count` vocabulary rows [m] to score, an index [V] into these rows, and their log weights [m].
+    """Returns at least `count` vocabulary rows [m] to score, each token's place [V] among them, and log weights [m].
 
-    index [V]: each token's row among `size` rows, or -1 for a token without a row. mass [M]: the teacher's
-    probabilities of the rows, summed over positions. If `mass` is None, the tokens of the batch are counted instead.
+    The place is -1 for a token that is not among them. The log weights are those of `sample_rows`. index [V]: each
+    token's row among all `size` rows, or -1 for a token without a row. mass [M]: the teacher's probabilities of all
+    rows, summed over positions. If `mass` is None, the tokens of the batch are counted instead.
     """
     emitted = index[batch.next[batch.learned]]
     # The last entry counts tokens without a row (-1).
@@ -301,10 +303,10 @@ def sample_vocabulary(
 
 
 def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the vocabulary rows [m] that a batch scores, and the log [m] of how many rows each represents.
+    """Returns the vocabulary rows [m] that a batch scores, and the log [m] of how many rows each row represents.
 
     The `required` rows [M] and the rows with the largest mass [M] are always scored. Rows drawn at
-    random represent the rest (sampled softmax, Jean et al., arXiv:1412.2007). With the log weights
+    random represent all other rows (sampled softmax, Jean et al., arXiv:1412.2007). With the log weights
     added to the scores, the softmax matches the softmax over all rows in expectation.
     """
     order = torch.where(required, torch.inf, mass).argsort(descending=True)

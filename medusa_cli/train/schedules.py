@@ -30,9 +30,10 @@ def learning_rate(step: int, steps: int, *, min_ratio: float, warmup: int) -> fl
 def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tuple[float, bool]:
     """Returns the weight of the heads' loss, and True if the backbone is trained (Medusa, section 3.2.2).
 
-    progress: the fraction of the training that is done. constant: the weight is at its peak throughout. warmup: only
-    the heads are trained for the first `share` of the training, or throughout if `share` is 1. After that, the weight
-    rises linearly to its peak. sine: the weight rises to its peak along a quarter of a sine wave.
+    progress: the fraction of the training that is done. With the schedule "constant", the weight is at its peak
+    throughout. With "warmup", only the heads are trained for the first `share` of the training, or throughout if
+    `share` is 1. After that, the weight rises linearly to its peak. With "sine", the weight rises to its peak along a
+    quarter of a sine wave.
     """
     if schedule == "constant":
         return peak, True

@@ -59,7 +59,7 @@ def runs_model(kind: type[HeadDrafter] | HeadDrafter, train: TrainRecipe) -> boo
 def needs_network(kind: type[HeadDrafter], train: TrainRecipe, options: LoadOptions) -> bool:
     """Returns True if stage 1 runs the network's own layers.
 
-    On a GPU, the torch engine can also run whole conversations, with a third of the operations.
+    On a GPU, the torch engine can also run whole conversations, with a third of the operations of these layers.
     """
     on_cpu = torch.device(resolve_device(options.device)).type == "cpu"
     return kind.uses_verify_pass or (runs_model(kind, train) and on_cpu)
@@ -159,7 +159,7 @@ def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) 
 
 
 def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -> HeadDrafter:
-    """Returns an untrained drafter; a draft vocabulary holds the tokens that occur in the most texts of the data.
+    """Returns an untrained drafter; its draft vocabulary, if any, holds the tokens that occur in the most texts.
 
     Raises UsageError if the draft vocabulary would be larger than the model's vocabulary.
     """
@@ -189,8 +189,8 @@ def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -
 def options_for(kind: type[HeadDrafter], train: TrainRecipe, options: LoadOptions) -> LoadOptions:
     """Returns the options with which to load the backbone.
 
-    If stage 1 runs the network's own layers, the engine is eager. Raises UsageError in that case if
-    another engine, or a quantization that needs another engine, was requested.
+    If stage 1 runs the network's own layers, the engine is eager. In that case, raises UsageError if
+    another engine was requested, or an option that needs another engine.
     """
     if not needs_network(kind, train, options):
         return options
@@ -211,7 +211,7 @@ def options_for(kind: type[HeadDrafter], train: TrainRecipe, options: LoadOption
 def without_fp16(recipe: Recipe, options: LoadOptions) -> LoadOptions:
     """Returns the options with another number type if gradients would pass through a network in fp16.
 
-    The gradients of single elements are below the smallest fp16 number. Raises UsageError if fp16 was requested.
+    The gradients of single elements are smaller than the smallest fp16 number. Raises UsageError if fp16 was requested.
     """
     if options.dtype == "fp16":
         raise UsageError(
@@ -326,10 +326,10 @@ def start_heads(
     stage: int,
     dataset: Dataset,
 ) -> None:
-    """Copies the heads of the run `start`, in stage 2 with their adapter.
+    """Copies the heads of the run `start` into the new drafter, in stage 2 with their adapter.
 
-    If `start` is None, stage 2 uses the run's own heads. Heads that do not fit are not copied. In
-    that case, stage 2 raises UserError if `start` was given.
+    If `start` is None, stage 2 starts from the run's own heads, and stage 1 copies nothing. Heads of
+    another model, kind or shape are not copied; stage 2 then raises UserError if `start` was given.
     """
     giver = start or run
     needed = stage == 2 and start is not None
@@ -371,10 +371,9 @@ def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool
     """Copies the run's drafter into a new drafter of the same shape; returns False if the run has no such drafter.
 
     The drafter may belong to a model with other weights, such as the base of a fine-tune. Heads of
-    stage 2 belong to an adapter: if `adapted` is True, they are copied, and the model takes up their
-    adapter. The new drafter may have
-    more prefix layers and more blocks per head, because these have no effect before they are
-    trained.
+    stage 2 belong to an adapter. They are copied only if `adapted` is True, and the model then takes
+    up their adapter. The new drafter may have more prefix layers and more blocks per head than the
+    run's drafter, because these have no effect before they are trained.
     """
     if not run.has_drafter:
         return False

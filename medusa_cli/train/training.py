@@ -186,7 +186,7 @@ def _load(
 
 
 def _describe(trainer: Trainer) -> None:
-    """Logs the size of the training run, and warns if some processes have nothing to do."""
+    """Logs the size of the training run, and warns of short answers and of processes that have nothing to do."""
     dataset = trainer.dataset
     train = trainer.recipe.train
     size = trainer.world.size
@@ -351,7 +351,7 @@ def _tuned_run(backbone: Backbone, run: Run) -> tuple[Run, dict[str, Any]]:
     tuned = Run.open(str(run.path / "tuned") + "/", create=True)
     folder = tuned.path / "model"
     backbone.take_own_attention()
-    # Training needs fp32; the config still has the number type in which the model was loaded.
+    # Training needs fp32. The model is saved in the number type of its config, in which it was loaded.
     backbone.model.to(backbone.model.config.dtype)
     with replacing_folder(folder) as part:
         backbone.model.save_pretrained(part)
