@@ -138,7 +138,7 @@ def add_stop_strings(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None
 
 
 class DraftSwitch:
-    """Chooses the faster mode per token, with or without drafts; tries the slower mode again at intervals."""
+    """Chooses the mode with less time per token, with or without drafts; tries the slower mode again at intervals."""
 
     def __init__(self) -> None:
         self.drafts = True

@@ -27,7 +27,7 @@ ENDS_KNOWN = ("gpt-oss", "gemma4")
 # The number of layers of Gemma 2 27B. According to that model's own config, its query_pre_attn_scalar
 # is hidden_size / num_attention_heads, as in Gemma 3 27B.
 LAYERS_OF_GEMMA2_27B = 46
-# The tensor of the lm_head; a file without this tensor uses the embeddings.
+# The tensor of the lm_head; a file without this tensor uses the embeddings as its lm_head.
 HEAD = "output.weight"
 # Keys with the sizes of experts, which transformers' reader ignores, and the config fields for them.
 EXPERT_SIZES = {
@@ -205,7 +205,7 @@ def _dequantize(
 
 @contextmanager
 def _read_once(header: Header) -> Iterator[None]:
-    """Makes transformers use the metadata of `header`; its own reader takes ten seconds for a large vocabulary."""
+    """Makes transformers use `header`'s metadata: transformers' reader takes ten seconds for large vocabularies."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
 

@@ -67,7 +67,7 @@ GIT_LFS = b"version https://git-lfs"
 
 
 def check_model_files(model: ModelSource) -> None:
-    """Raises UserError for a model whose files show that it cannot be verified over a tree.
+    """Raises UserError for a model whose files show that it cannot verify a tree.
 
     When the model is loaded, further checks use transformers' classes and a pass of the model. A model that must be
     fetched is checked only when it is loaded, so that errors in the command line are reported before the fetch.
@@ -241,7 +241,7 @@ def layer_kinds(text: Any) -> list[str]:
 
 
 def refuse_by_source(text: Any) -> None:
-    """Raises UserError if transformers' source code for a model type shows no way to follow a tree.
+    """Raises UserError if transformers' source code for a model type shows no way to verify a tree.
 
     Reading the source avoids importing the network's class, which takes two seconds.
     """
@@ -271,7 +271,7 @@ def no_attention(text: Any) -> UserError:
 
 
 def unverifiable(text: Any, why: str) -> UserError:
-    """Returns the error for a model, given by its text config, that cannot be verified over a tree."""
+    """Returns the error for a model, given by its text config, that cannot verify a tree."""
     fault = f"the model type {text.model_type!r} cannot be verified over a tree: {why}"
     return UserError(fault, instead_of(text))
 

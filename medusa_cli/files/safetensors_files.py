@@ -126,7 +126,7 @@ def opened(
 ) -> Iterator[dict[str, Any]]:
     """Opens a checkpoint's files and yields slices of their tensors by name; a slice reads only the part asked for.
 
-    If several files have a tensor of one name, the file that `shards` names is used, else the last file.
+    If several files have a tensor of the same name, the file that `shards` names is used, else the last file.
     """
     from safetensors import safe_open
 

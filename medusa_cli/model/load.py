@@ -211,7 +211,7 @@ def _refuse_adapter(model: ModelSource) -> None:
 
 
 def _network_of_gguf(model: ModelSource, config: Any, dtype: torch.dtype) -> Any:
-    """Returns transformers' network with a GGUF file's weights, dequantized exactly to fp32, then converted."""
+    """Returns transformers' network with a GGUF file's weights, dequantized exactly to fp32, then in `dtype`."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM, GenerationConfig
 
