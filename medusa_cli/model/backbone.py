@@ -231,7 +231,7 @@ class Backbone:
 
 
 def _prepared(network: Any) -> Any:
-    """Returns a network after setting it to this package's attention and to inference."""
+    """Sets a network to this package's attention and to inference, and returns the network."""
     register()
     network.set_attn_implementation(NAME)
     return network.eval().requires_grad_(False)

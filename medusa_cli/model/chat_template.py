@@ -204,7 +204,7 @@ def _begun(tokenizer: Any, text: str, plain: list[int]) -> list[int]:
 def after_answer(
     model: ChatTokenizer, messages: list[dict[str, str]], *, prompt: bool
 ) -> str | None:
-    """Returns the text after the last answer of the messages, or None if the template rewrites this or earlier text."""
+    """Returns the text after the last answer, or None if the template rewrites that answer or the text before it."""
     last = max(at for at, message in enumerate(messages) if message["role"] == "assistant")
     before = render(model, messages[:last], prompt=True)
     whole = render(model, messages, prompt=prompt)

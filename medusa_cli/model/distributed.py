@@ -14,7 +14,7 @@ from torch import nn
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model.backbone import text_model
 
-# Processes wait for one another when they share work, and their shares may differ by hours.
+# Processes wait for one another when they share work, and the durations of their shares may differ by hours.
 TIMEOUT = timedelta(days=7)
 
 

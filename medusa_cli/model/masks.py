@@ -31,7 +31,7 @@ def _ends(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
 class Masks:
     """Builds additive masks for each kind of attention; sliding windows and chunks count positions, not rows.
 
-    Layers that keep a running state have no mask, because they see everything before them.
+    Layers that keep a running state have no mask: in such a layer, a token sees all tokens before it.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
@@ -57,7 +57,7 @@ class Masks:
         return sum(kind is not None for kind in self._by_layer)
 
     def for_network(self, masks: dict[str, Tensor]) -> Any:
-        """Returns masks [B, 1, n, L] by kind, as a network expects them; only the mask itself if there is one kind."""
+        """Returns masks [B, 1, n, L] by kind, as a network expects them; one mask instead if there is one kind."""
         by_kind = {kind: mask[:, None] for kind, mask in masks.items()}
         if len(by_kind) <= 1:
             return next(iter(by_kind.values()), None)

@@ -24,7 +24,7 @@ BYTES = _byte_letters()
 
 
 class Vocabulary:
-    """Returns the bytes of a tokenizer's tokens, and cleans up texts by its rules.
+    """Returns the bytes of a tokenizer's tokens, and cleans up texts by the tokenizer's rules.
 
     cleans_up: the tokenizer removes blanks before punctuation in the whole text.
     """

@@ -181,7 +181,7 @@ class GgufWeights(Weights):
         raw = RawMatrix(Format[tensor.type], rows, inputs)
         order = self.names.order(name)
         raw = raw if order is None else raw.reordered(np.array(order))
-        # Columns move from block to block, and the numbers of a block share factors, so the result is floats.
+        # Columns move to other blocks. The numbers of a block share factors, so the result is stored as floats.
         columns = self.names.columns(name)
         return raw if columns is None else RawMatrix.of(raw.floats()[:, columns])
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 # Such small blocks would leave a GPU idle.
 ROWS = 128
 GPU_ROWS = 4096
-# Takes the logits [n, M] of a block of rows, and the slice of all rows that the block is. Returns the
-# block's summed loss, and overwrites the logits with the loss's gradient.
+# Takes the logits [n, M] of a block of rows, and the block's place among all rows, as a slice. Returns
+# the block's summed loss, and overwrites the logits with the loss's gradient.
 RowLoss = Callable[[Tensor, slice], Tensor]
 
 

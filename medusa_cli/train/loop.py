@@ -102,7 +102,7 @@ class Trainer:
         firsts = range(0, len(batches), train.accumulation)
         self.groups = [batches[first : first + train.accumulation] for first in firsts]
         self.sizes = [sum(map(positions_of, group)) for group in self.groups]
-        # The number of steps, which is smaller if not all of them fit in the time.
+        # The number of steps to run. `_fit` makes it smaller if not all steps fit in the time.
         self.steps = len(self.groups)
 
         self.validation = []
