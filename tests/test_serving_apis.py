@@ -1,6 +1,7 @@
 """The server speaks the APIs of Anthropic, llama.cpp and Ollama: each answer is that of the equivalent chat."""
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from tokenizers import AddedToken
 
 from medusa_cli.api import Medusa
+from medusa_cli.decode.decoder import Decoder
 from medusa_cli.loading import LoadedModel
 from medusa_cli.serve import handler
 from medusa_cli.serve.completions import CompletionRequest
@@ -309,6 +311,14 @@ def test_progress_of_a_prompt_is_told_if_asked_for(server: Served) -> None:
 
 def test_silent_streams_are_kept_alive(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handler, "KEEP_ALIVE_S", 0.0001)
+    # Steps that are slow on any machine leave time for several signs of life.
+    step = Decoder.step
+
+    def slow(self: Decoder) -> Any:
+        time.sleep(0.01)
+        return step(self)
+
+    monkeypatch.setattr(Decoder, "step", slow)
     for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
         body = {**MESSAGE, "input": "Ada", "stream": True}
         text = server.request("POST", path, body)[2]
