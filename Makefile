@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-emulated test-arm test-slow test-today crash fuzz package package-today sanitize sanitize-quick bench-decode bench-serve bench-busy bench-gpu bench-arm reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp verify-clients soak help-page models-page demo-picture clean
+.PHONY: help install demo style check test test-avx2 test-emulated test-arm test-slow test-today crash fuzz package sanitize sanitize-quick bench-decode bench-serve bench-busy bench-gpu bench-arm reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp verify-clients soak help-page models-page demo-picture clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -81,7 +81,7 @@ test-arm: $(READY) ## the bits of all instruction sets, here and on an emulated 
 # Compiled by the compiler of the ziglang package; tests/wheels.py lists the platforms. The wheel of this machine runs
 # with the libraries of .venv, whose own copy of the package is found by no path.
 ZIG := build/zig/bin/python
-# Words for tests/wheels.py
+# --today: only the wheel of this machine and, each day, another one
 WHEELS ?=
 
 $(ZIG):
@@ -96,9 +96,6 @@ package: $(READY) $(ZIG) ## the wheels of Linux and macOS, checked; this machine
 	cd build/package && export PYTHONPATH=$$(../../$(BIN)/python -c 'import torch; print(torch.__path__[0][:-6])') && \
 		env/bin/medusa --help > /dev/null && env/bin/medusa chat --model smollm2-135m --engine native --prompt hi --max-new-tokens 8 && \
 		env/bin/python -c 'import medusa_cli; assert "build/package/env" in medusa_cli.__file__, medusa_cli.__file__'
-
-package-today: ## make package, but only with this machine's wheel and one other, each day another one
-	$(MAKE) package WHEELS=--today
 
 # Without -fno-sanitize-recover, undefined behavior is printed, where pytest hides it, and the tests pass. -UNDEBUG
 # turns on the library's asserts.
