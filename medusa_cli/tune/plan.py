@@ -21,11 +21,9 @@ EAGLE_SPEED = 560 / 1501
 # The gain of a drafter together with n-gram matches is the larger of their two gains plus this share of the smaller.
 # Measured: 1.64 x and 1.34 x give 1.66 x together, and 1.66 x and 1.44 x give 1.82 x.
 MATCHED = 0.3
-# The maximum share of prompts in plain decoding's time, and the shortest time without them as a share of it. Measured
-# times are noisy.
-MAX_PROMPT_SHARE = 0.9
-SHORTEST = 0.01
-# The second half of the time is not used if it gains less than this share of speed.
+# The largest speedup without prompts that is believed, because measured times are noisy.
+FASTEST = 10.0
+# The smallest gain for which the second half of the time, or the rest of a training, is used.
 WORTH = 0.01
 MIN_S = 1
 MAX_S = 30 * 24 * 3600
@@ -60,7 +58,7 @@ class Measured:
     @property
     def prompt_share(self) -> float:
         """Returns the share of plain decoding's time that prompts take."""
-        return min(max(0.0, 1 - self.plain_per_s * dict(self.verify)[1]), MAX_PROMPT_SHARE)
+        return max(0.0, 1 - self.plain_per_s * dict(self.verify)[1])
 
     @property
     def step_times(self) -> StepTimes:
@@ -140,7 +138,7 @@ def expected_speedup(drafter: str, positions: float, measured: Measured) -> floa
     prompts = measured.prompt_share
 
     def without_prompts(speedup: float) -> float:
-        return (1 - prompts) / max(1 / speedup - prompts, SHORTEST)
+        return (1 - prompts) / max(1 / speedup - prompts, (1 - prompts) / FASTEST)
 
     lookup = without_prompts(max(1.0, measured.speedups.get("lookup", 1.0)))
 

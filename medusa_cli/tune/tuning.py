@@ -46,7 +46,7 @@ from medusa_cli.tree.io import save_tree
 from medusa_cli.tree.search import TimedTree, budgets
 from medusa_cli.tune.expectation import interval
 from medusa_cli.tune.measuring import ACCEPTS, NAMES, compare, measure, ready_drafters
-from medusa_cli.tune.plan import EPOCHS, MAX_EPOCHS, Measured, Plan, expected_speedup, plan
+from medusa_cli.tune.plan import EPOCHS, MAX_EPOCHS, WORTH, Measured, Plan, expected_speedup, plan
 from medusa_cli.tune.prompts import HELD_OUT, held_out_questions, read_prompts
 
 STATE = "tune.json"
@@ -62,8 +62,6 @@ ADAPT_LR = 2e-4
 NEW_DRAFTER = ("drafter.matrices=none", "drafter.draft_vocab_size=16384", "train.lr=1e-3")
 NEW_HYDRA = ("drafter.prefix_layers=1", "train.regress=5")
 VALIDATIONS = 16
-# Training ends when a third of its validations brought a smaller gain than this share.
-ENOUGH = 0.01
 # Ratio of the planned positions to those that fit in the time. It is above 1, because training may
 # be faster than in the first measurement.
 SPARE = 2
@@ -485,8 +483,8 @@ def has_converged(run: Run) -> bool:
     third = len(lengths) // 3
     if third < 2:
         return False
-    is_longer = max(lengths[-third:]) >= (1 + ENOUGH) * max(lengths[:-third])
-    is_lower = min(losses[-third:]) <= (1 - ENOUGH) * min(losses[:-third])
+    is_longer = max(lengths[-third:]) >= (1 + WORTH) * max(lengths[:-third])
+    is_lower = min(losses[-third:]) <= (1 - WORTH) * min(losses[:-third])
     return not is_longer and not is_lower
 
 
