@@ -106,8 +106,8 @@ def _warm_up(
         # the prefix cache.
         prompt = prompt[len(prompt) // 2 :]
     for method in methods.values():
-        # A single sequence drafts, so that the drafter's weights are packed. A batch may use no
-        # drafts.
+        # A batch may be decoded without drafts. A single sequence drafts, which also packs the
+        # drafter's weights.
         for together in sorted({1, min(batch_size, len(results))}):
             method([prompt] * together, tokens, lambda new: None)
 

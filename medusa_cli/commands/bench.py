@@ -42,8 +42,9 @@ METHODS = (
 SWEEP = "Run one bench for each value of nodes, epsilon or temperature. The same command resumes an interrupted sweep."
 GGUF = "The GGUF file that llama.cpp reads. [default: the file of --model, if that is a GGUF file or a name]"
 PEER = (
-    "An OpenAI-compatible server (vLLM, SGLang, llama-server) as one more method; repeatable. A peer NAME-DRAFTS is "
-    "compared with the peer NAME, the same program without drafts. Each server gets the key in MEDUSA_API_KEY."
+    "An OpenAI-compatible server (vLLM, SGLang, llama-server) as one more method; repeatable. A server with drafts is "
+    "compared with one without them whose name begins its own: vllm-ngram with vllm. Each server gets the key in "
+    "MEDUSA_API_KEY."
 )
 swept = partial(flag, panel="Sweeps")
 other = partial(flag, panel="Methods of other programs")

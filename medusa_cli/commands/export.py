@@ -27,9 +27,7 @@ TO = (
 )
 OUTPUT = "The folder to write, which must be new or empty. With --push alone, the files are only uploaded."
 PUSH = "Upload the folder, with its card, to this repository of the Hugging Face hub."
-BUDGET = (
-    "With --to hf: draft the best tree of N nodes by the calibration. [default: the run's tree]"
-)
+BUDGET = "With --to hf: export the tree of N nodes that is best by the calibration. [default: the run's tree]"
 
 
 def export(

@@ -113,7 +113,11 @@ class AccessFlags:
         Path | None, _access("--ssl-certfile FILE", "Serve HTTPS with this certificate.")
     ] = None
     ssl_keyfile: Annotated[
-        Path | None, _access("--ssl-keyfile FILE", "The certificate's key. [default: in its file]")
+        Path | None,
+        _access(
+            "--ssl-keyfile FILE",
+            "The certificate's private key. [default: in the file of --ssl-certfile]",
+        ),
     ] = None
     record: Annotated[Path | None, _access("--record FILE", _RECORD, dir_okay=False)] = None
     access_log: Annotated[bool, _access("--access-log", "Print a line for every request.")] = False

@@ -43,7 +43,7 @@ class Unsaid(Exception):
 
 
 def negated(schema: Any, within: Any, resolve: Callable[[Any], Any], depth: int = 0) -> Any:
-    """Returns a schema of all values that a schema does not allow. within: their types; None means any type.
+    """Returns a schema that allows the values which `schema` forbids. within: only their types count; None: all types.
 
     resolve: returns the target of a reference. Raises Unsaid if the keywords cannot express such a schema.
     """

@@ -32,7 +32,7 @@ MIN_TOKENS = 256
 MIN_GAIN = 64
 # If more bytes than this wait to be written, nothing more is copied for the store.
 MAX_PENDING = 256 << 20
-# The number of tokens that are run to find the size of rows and the bits that the model computes.
+# The number of tokens that are run to measure the size of a row, and to put the model's results into the digest `root`.
 PROBE = 16
 NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})\.prefix")
 REMEDY = "give another folder, or leave it out"

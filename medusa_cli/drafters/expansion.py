@@ -155,8 +155,9 @@ def _rows_of_parents(
 class _Level:
     """Holds the nodes of one depth and their ranks.
 
-    rows [n]: the index of each node's parent in `parents`. parent_rows: the index of each parent's
-    own parent among the parents of the previous level, for B sequences one after another.
+    parents [m]: the nodes of the level above that have children. rows [n]: the index of each node's parent in
+    `parents`. parent_rows [B * m]: for each of B sequences, the index of the parent of each of `parents` in the
+    previous level's `parents`.
     """
 
     width: int
