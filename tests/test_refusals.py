@@ -237,8 +237,10 @@ CASES = [
 
 
 def refusal(words: list[str], place: Path, code: int | None = None) -> str:
-    """Returns the last line of what a refused command line prints."""
+    """Returns the last line of what a refused command line prints; the line leaves no file behind."""
+    before = set(Path().rglob("*"))
     shown = medusa(*(word.format(place=place) for word in words), exit_code=code)
+    assert set(Path().rglob("*")) == before
     assert shown.exit_code in (1, 2)
     assert shown.stdout == ""
     line = shown.stderr.splitlines()[-1]

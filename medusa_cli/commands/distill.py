@@ -94,7 +94,7 @@ def distill(
     processes = Distributed.join(loading.device, backend="gloo")
     # The first process fetches the files that all processes read.
     with processes.main_process_first():
-        target = Run.open(run, create=not resume)
+        target = Run.open(run) if resume else Run.planned(run)
         if resume and not target.distill_path.is_file():
             fault = f"--resume: {target.path} holds no distillation"
             raise UserError(fault, "leave --resume out to begin one")

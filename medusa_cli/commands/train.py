@@ -79,7 +79,8 @@ def train(
     words = recipe or []
     own = start == mtp_layer.NAME and not (RUNS / mtp_layer.NAME).is_dir()
     origin = _origin(start) if start is not None and not own else None
-    target = Run.open(run, create=data is not None or origin is not None or Run.inside(run))
+    has_data = data is not None or origin is not None or Run.inside(run)
+    target = Run.planned(run) if has_data else Run.open(run)
     flags: dict[str, Any] = {
         "model": model,
         "train.stage": stage,
@@ -200,11 +201,7 @@ def _estimate(
     """Prints the data, memory and time that a training will take."""
     from medusa_cli.train import estimate
 
-    try:
-        facts = estimate(target, plan, options=loading, data=source, start=origin)
-    finally:
-        if not any(target.path.iterdir()):  # the folder was made for this estimate
-            target.path.rmdir()
+    facts = estimate(target, plan, options=loading, data=source, start=origin)
     if json:
         console.emit_json(facts)
         return

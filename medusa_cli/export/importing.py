@@ -49,7 +49,7 @@ def import_drafter(
     drafter = checkpoint.read(base, base.vocab_size)
 
     identity = identity_of(base, base.vocab_size, id=owner)
-    target = Run.open(run, create=True)
+    target = Run.planned(run)
     imported = {"from": str(place), "format": drafter.format}
     _write(target, drafter, identity, imported)
     facts = {"drafter": drafter.kind.name, "format": drafter.format}
@@ -75,7 +75,7 @@ def import_mtp(
         check_conversations(data)
     settings = mtp_settings(model)
     tensors = checkpoint_tensors(model)
-    target = Run.open(run, create=True)
+    target = Run.planned(run)
     source = data or (target.data_path if target.data_path.is_file() else None)
     if source is None and size is not None:
         fault = f"@draft_vocab_size {size} needs conversations to count tokens in"

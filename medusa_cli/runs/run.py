@@ -188,8 +188,10 @@ def check_backbone(
 def sole_writer(folder: Path, command: str) -> Iterator[None]:
     """Holds the run's lock for a command; raises UserError, with the holder's name, if another process has the lock.
 
-    The system releases the lock of a killed process. Warns if a file system has no locks.
+    Creates the run's folder if it is missing. The system releases the lock of a killed process. Warns if a file system
+    has no locks.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
     with path.open("a+", encoding="utf-8") as lock:
         try:
@@ -236,15 +238,20 @@ class Run:
 
         Raises UserError, which names the setting `named`, if the folder is missing.
         """
-        path = cls.folder(name, named)
+        run = cls.planned(name, named)
         if create:
-            path.mkdir(parents=True, exist_ok=True)
-        if not path.is_dir():
+            run.path.mkdir(parents=True, exist_ok=True)
+        if not run.path.is_dir():
             raise UserError(
-                f"{named} {name!r}: {path} does not exist",
+                f"{named} {name!r}: {run.path} does not exist",
                 f"check the name, or run `medusa distill --run {shlex.quote(name)}` first",
             )
-        run = cls(path)
+        return run
+
+    @classmethod
+    def planned(cls, name: str, named: str = "@run") -> "Run":
+        """Returns a run whose folder may not exist yet; `sole_writer` creates it."""
+        run = cls(cls.folder(name, named))
         for folder in (run.drafter_dir, run.adapter_dir):
             restore(folder)
         return run

@@ -112,6 +112,7 @@ def train(
     if resume:
         check_present(checkpoint_path(run))
 
+    run.path.mkdir(parents=True, exist_ok=True)
     with sole_writer(run.path, "medusa train") if world.first else nullcontext():
         run.keep_template(recipe.chat_template)
         backbone, dataset, drafter = _load(run, recipe, options, source, world, show)
