@@ -1,10 +1,9 @@
 // Matmuls of rows with matrices in tiles.
 //
 // A share of a matmul is some tiles of 16 channels for all rows. For 8-bit rows, a tile is unpacked
-// into bytes with scales; for rows of floats, a tile is unpacked into floats. With few 8-bit rows,
-// each block of rows unpacks the tile again, unit by unit, and stores nothing. With many 8-bit rows,
-// or with rows of floats, 256 inputs of the tile are unpacked and stored, and blocks of rows are
-// multiplied with them:
+// into bytes with scales; for rows of floats, a quantized tile is unpacked into floats. With few 8-bit
+// rows, or with weights that are floats, each block of rows reads the tile again and stores nothing.
+// Otherwise, 256 inputs of the tile are unpacked and stored, and blocks of rows are multiplied with them:
 //
 //                 256 inputs                 16 channels
 //     row 0   [ x x x x . . . ]            [ w w w w . . ]
@@ -190,24 +189,46 @@ inline void multiply_packed(const uint8_t* tile, int64_t units, const Inputs& x,
   }
 }
 
-// Adds the dot products of R rows with unpacked floats to sums [R, 16]. The products of even inputs and
-// those of odd inputs are summed separately before the two sums are added.
-template <int R>
-inline void add_floats(const Floats& w, const float* x, int64_t stride, float* sums) {
+// 256 inputs of a tile in a format of floats, or as many as are left, from address `p` on.
+template <int FORMAT>
+struct FloatWeights {
+  const uint8_t* p;
+  int inputs;
+
+  // Returns the weights of input k for kLanes channels from `lane` on.
+  MEDUSA_INLINE L load(int k, int lane) const {
+    const int64_t at = k * kTile + lane;
+    if constexpr (FORMAT == F32) return load_l(reinterpret_cast<const float*>(p) + at);
+    else if constexpr (FORMAT == F16) return half_l(reinterpret_cast<const uint16_t*>(p) + at);
+    else return bf16_l(reinterpret_cast<const uint16_t*>(p) + at);
+  }
+
+  // Prefetches the weights of two inputs.
+  MEDUSA_INLINE void fetch(int k) const {
+    constexpr int64_t bytes = info(FORMAT).tile_bytes;
+    prefetch(p + k * bytes + kAhead, 2 * bytes);
+  }
+};
+
+// Adds the dot products of R rows with weights (FloatWeights or Floats) to sums [R, 16]. The products of
+// even inputs and those of odd inputs are summed separately before the two sums are added.
+template <int R, class Weights>
+inline void add_floats(const Weights& weights, const float* x, int64_t stride, float* sums) {
   for (int lane = 0; lane < kTile; lane += kLanes) {
     L even[R], odd[R];
     MEDUSA_UNROLL for (int r = 0; r < R; r++) even[r] = odd[r] = set_l(0.0f);
     int k = 0;
-    for (; k + 1 < w.inputs; k += 2) {
-      const L w0 = load_l(w.w[k] + lane), w1 = load_l(w.w[k + 1] + lane);
+    for (; k + 1 < weights.inputs; k += 2) {
+      weights.fetch(k);
+      const L w0 = weights.load(k, lane), w1 = weights.load(k + 1, lane);
       MEDUSA_UNROLL for (int r = 0; r < R; r++) {
         even[r] = fma_l(set_l(x[r * stride + k]), w0, even[r]);
         odd[r] = fma_l(set_l(x[r * stride + k + 1]), w1, odd[r]);
       }
     }
-    if (k < w.inputs) {
+    if (k < weights.inputs) {
       MEDUSA_UNROLL for (int r = 0; r < R; r++) {
-        even[r] = fma_l(set_l(x[r * stride + k]), load_l(w.w[k] + lane), even[r]);
+        even[r] = fma_l(set_l(x[r * stride + k]), weights.load(k, lane), even[r]);
       }
     }
     MEDUSA_UNROLL for (int r = 0; r < R; r++) {
@@ -330,12 +351,22 @@ inline void multiply_floats(const Matrix& m, const uint8_t* tile, const Rows& x,
                             Floats& unpacked, float* sums) {
   std::memset(sums, 0, rows * kTile * sizeof(float));
   for (int64_t first = 0; first < m.k; first += kChunk) {
-    unpacked.inputs = static_cast<int>(std::min<int64_t>(kChunk, m.k - first));
-    to_floats(m.format, tile, first, bytes, unpacked);
-    by_blocks<kBlockRows>(rows, [&](auto r, int64_t row) {
-      const float* from = x.x + row * x.stride + first;
-      add_floats<decltype(r)::value>(unpacked, from, x.stride, sums + row * kTile);
-    });
+    const int inputs = static_cast<int>(std::min<int64_t>(kChunk, m.k - first));
+    const auto add = [&](const auto& weights) {
+      by_blocks<kBlockRows>(rows, [&](auto r, int64_t row) {
+        const float* from = x.x + row * x.stride + first;
+        add_floats<decltype(r)::value>(weights, from, x.stride, sums + row * kTile);
+      });
+    };
+    const uint8_t* p = tile + first * info(m.format).tile_bytes;  // of a format of floats
+    if (m.format == F32) add(FloatWeights<F32>{p, inputs});
+    else if (m.format == F16) add(FloatWeights<F16>{p, inputs});
+    else if (m.format == BF16) add(FloatWeights<BF16>{p, inputs});
+    else {
+      unpacked.inputs = inputs;
+      to_floats(m.format, tile, first, bytes, unpacked);
+      add(unpacked);
+    }
   }
 }
 

@@ -19,7 +19,7 @@
 //     store_i8                  stores 16 whole numbers as bytes
 //     right, left               shift bytes or, in some sets, pairs of bytes; callers clear bits of the other byte
 //     table_b, look_up          a table of 16 bytes, indexed by bytes below 16
-//     half_l, u8_l, i8_l        kLanes floats from fp16 numbers, unsigned bytes and signed bytes
+//     half_l, bf16_l, u8_l, i8_l  kLanes floats from fp16 numbers, bf16 numbers, unsigned bytes and signed bytes
 //     half_powers_l             2^(e - 128) for each byte e: half of the float whose exponent bits are e; for
 //                               e = 0, this float is subnormal
 //     dot<BITS, COUNT>          `first` plus the dot products of COUNT vectors of weights of BITS bits with
@@ -105,7 +105,7 @@ inline F exp(F a) {
 // Prefetches `bytes` bytes from an address on into the second-level cache, so that a tile's next units
 // arrive from memory while the current unit is multiplied. Prefetching into the first-level cache would
 // make passes slower.
-inline void prefetch(const uint8_t* p, int64_t bytes) {
+MEDUSA_INLINE void prefetch(const uint8_t* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 

@@ -96,6 +96,7 @@ inline L add_l(L a, L b) { return _mm256_add_ps(a, b); }
 inline L mul_l(L a, L b) { return _mm256_mul_ps(a, b); }
 inline L fma_l(L a, L b, L c) { return _mm256_fmadd_ps(a, b, c); }
 inline L half_l(const uint16_t* p) { return half_of(p); }
+inline L bf16_l(const uint16_t* p) { return bf16_of(p); }
 inline L u8_l(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
 inline L i8_l(const int8_t* p) { return i8_of(p); }
 inline L half_powers_l(const uint8_t* p) {

@@ -70,6 +70,7 @@ inline L add_l(L a, L b) { return _mm512_add_ps(a, b); }
 inline L mul_l(L a, L b) { return _mm512_mul_ps(a, b); }
 inline L fma_l(L a, L b, L c) { return _mm512_fmadd_ps(a, b, c); }
 inline L half_l(const uint16_t* p) { return load_half(p); }
+inline L bf16_l(const uint16_t* p) { return load_bf16(p); }
 inline L u8_l(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 inline L i8_l(const int8_t* p) { return load_i8(p); }
 inline L half_powers_l(const uint8_t* p) {

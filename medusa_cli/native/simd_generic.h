@@ -84,6 +84,7 @@ inline L add_l(L a, L b) { return add(a, b); }
 inline L mul_l(L a, L b) { return mul(a, b); }
 inline L fma_l(L a, L b, L c) { return fma(a, b, c); }
 inline L half_l(const uint16_t* p) { return load_half(p); }
+inline L bf16_l(const uint16_t* p) { return load_bf16(p); }
 inline L u8_l(const uint8_t* p) { MEDUSA_LANES(float(p[i])); }
 inline L i8_l(const int8_t* p) { MEDUSA_LANES(float(p[i])); }
 inline float power_of(uint8_t e) {

@@ -34,7 +34,8 @@ inline F set_half(uint16_t a) { return set(vgetq_lane_f32(vcvt_f32_f16(vreinterp
 inline void store_half(uint16_t* p, F a) {
   MEDUSA_UNROLL for (int i = 0; i < 4; i++) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
 }
-inline F load_bf16(const uint16_t* p) { MEDUSA_LANES(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16))); }
+inline float32x4_t bf16_of(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+inline F load_bf16(const uint16_t* p) { MEDUSA_LANES(bf16_of(p + 4 * i)); }
 inline F load_i8(const int8_t* p) {
   const int8x16_t bytes = vld1q_s8(p);
   const int16x8_t halves[2] = {vmovl_s8(vget_low_s8(bytes)), vmovl_s8(vget_high_s8(bytes))};
@@ -109,6 +110,7 @@ inline L add_l(L a, L b) { return vaddq_f32(a, b); }
 inline L mul_l(L a, L b) { return vmulq_f32(a, b); }
 inline L fma_l(L a, L b, L c) { return vfmaq_f32(c, a, b); }
 inline L half_l(const uint16_t* p) { return half_of(p); }
+inline L bf16_l(const uint16_t* p) { return bf16_of(p); }
 inline uint8x8_t four_bytes(const void* p) {
   uint32_t bytes;
   std::memcpy(&bytes, p, 4);

@@ -231,10 +231,14 @@ inline void with_format(int32_t format, const Work& work) {
   }
 }
 
-// 256 inputs of a tile, or as many as are left, as floats [inputs, 16].
+// 256 inputs of a tile, or as many as are left, unpacked to floats [inputs, 16].
 struct Floats {
   int inputs;
   alignas(64) float w[kChunk][kTile];
+
+  // The same operations as those of FloatWeights (matmul.h). The unpacked weights are in a CPU cache already.
+  MEDUSA_INLINE L load(int k, int lane) const { return load_l(w[k] + lane); }
+  MEDUSA_INLINE void fetch(int) const {}
 };
 
 inline void to_floats(int32_t format, const uint8_t* tile, int64_t first, Bytes& bytes, Floats& out) {
