@@ -10,9 +10,11 @@ import pytest
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files.model_source import ModelSource
+from medusa_cli.files.io import write_json
+from medusa_cli.files.model_source import ModelSource, lasting_name
 from medusa_cli.model.digest import weights_of
 from medusa_cli.runs import resolve
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import Run
 from medusa_cli.train.log import NAME, Validated
 from medusa_cli.tune import expectation, measuring
@@ -25,7 +27,7 @@ from medusa_cli.tune.plan import (
     plan,
 )
 from medusa_cli.tune.prompts import held_out_questions, read_prompts
-from medusa_cli.tune.tuning import has_converged
+from medusa_cli.tune.tuning import STATE, State, Tuning, has_converged
 from tests.crash import JOBS, Count, crash, learn, prepare
 from tests.helpers import medusa, medusa_json, save_model, save_run, write_lines
 from tests.test_adapter import save_adapter
@@ -308,6 +310,19 @@ def test_a_related_models_drafter_is_trained_further_if_it_is_accepted(
     facts = medusa_json("tune", tmp_path / "lora", *words[2:])
     assert facts["model"] == str(tmp_path / "lora")
     assert facts["measured"]["start"] == str(tmp_path / "shipped" / "related")
+
+
+def test_a_longer_tuning_is_measured_again_if_its_answers_are_longer(tmp_path: Path) -> None:
+    earlier = State(lasting_name("m"), None, HOUR, used_s=99.0, measured=CPU, promised=1.2)
+    write_json(tmp_path / STATE, asdict(earlier))
+
+    def state(time_s: float) -> State:
+        return Tuning(Run(tmp_path), ModelSource.of("m"), LoadOptions(), time_s).state
+
+    assert state(HOUR) == state(60.0) == earlier
+    assert state(2 * HOUR) == replace(earlier, time_s=2 * HOUR, promised=None)
+    write_json(tmp_path / STATE, asdict(replace(earlier, time_s=600.0)))
+    assert state(HOUR) == replace(earlier, measured=None, promised=None)
 
 
 @pytest.mark.quick("0")

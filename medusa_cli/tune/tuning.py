@@ -143,8 +143,12 @@ class Tuning:
                     f"the run {path.parent} was tuned with the {name} {before}, not {now}",
                     "repeat the earlier command, or choose another @run",
                 )
-        longer = replace(new, used_s=old.used_s, measured=old.measured)
-        self.state = longer if new.time_s > old.time_s else old
+        if new.time_s <= old.time_s:
+            self.state = old
+            return
+        # Prompts take a smaller share of the time of longer answers, so the expectation would be too low.
+        as_long = answer_tokens(new.time_s) == answer_tokens(old.time_s)
+        self.state = replace(new, used_s=old.used_s, measured=old.measured if as_long else None)
 
     @property
     def used_s(self) -> float:
@@ -199,18 +203,13 @@ class Tuning:
     # Measuring and planning
 
     @property
-    def _answer_tokens(self) -> int:
-        """Returns the maximum length of an answer in a comparison, in tokens."""
-        return max(16, min(96, round(self.state.time_s / 30)))
-
-    @property
     def _start(self) -> Run | None:
         """Returns the included drafter that is trained further, if any."""
         start = self.state.measured.start if self.state.measured else None
         return None if start is None else Run(Path(start))
 
     def _measure(self, questions: list[Question]) -> None:
-        tokens = self._answer_tokens
+        tokens = answer_tokens(self.state.time_s)
         drafter = ready_drafters(self.model).get("start")
         if drafter is not None:
             self.options = as_trained(self.options, drafter.drafter)
@@ -457,7 +456,7 @@ class Tuning:
         if (self.state.tree_nodes or 0) > 1:
             drafts["tuned-static"] = choose(self.model, own, None, "static")
         drafts |= ready_drafters(self.model)
-        tokens = self._answer_tokens
+        tokens = answer_tokens(self.state.time_s)
         document = compare(self.model, drafts, questions, tokens, self.options, self._tick)
         save(document, self.run.bench_dir)
         methods = document["methods"]
@@ -466,6 +465,11 @@ class Tuning:
         ]
         chosen = max(["ar", *drafted], key=lambda name: methods[name]["speedup"])
         self._note(after=document, chosen=chosen)
+
+
+def answer_tokens(time_s: float) -> int:
+    """Returns the maximum length of an answer in a comparison, in tokens, for a tuning of `time_s` seconds."""
+    return max(16, min(96, round(time_s / 30)))
 
 
 def has_converged(run: Run) -> bool:
