@@ -1,6 +1,7 @@
 """The adaptive policy drafts more where drafts are accepted, nothing where they are not, and tries again."""
 
 from collections.abc import Callable, Sequence
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from medusa_cli.decode.ngram import AcceptanceEstimate
 from medusa_cli.decode.policy import Proposal
 from medusa_cli.decode.sampling_options import sampling_kind
 from medusa_cli.decode.sequence import DraftState
+from medusa_cli.decode.step_costs import StepCosts
 from medusa_cli.drafters.base import NewTokens
 from medusa_cli.drafters.expansion import Frontier, draft_by_level
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -259,6 +261,21 @@ def test_single_outlier_changes_nothing() -> None:
     steps(policy, 0.5, 20, text)
     assert before.size > 1
     assert choose(policy, text) is before
+
+
+@pytest.mark.parametrize("row", [0.00005, 0.0005, 0.003], ids=["free", "cheap", "dear"])
+@pytest.mark.parametrize("rows", [(3, 7), (3, 7, 16)], ids=["few", "many"])
+def test_noise_of_small_drafts_does_not_change_what_large_drafts_cost(
+    row: float, rows: tuple[int, ...]
+) -> None:
+    """Steps in which some matched tokens are drafted hardly take longer than plain steps."""
+    chance = Random(0)
+    true = {nodes: 0.015 + row * (nodes - 1) for nodes in (1, *rows, 32)}
+    costs = StepCosts(StepTimes(true, {1: 0.0})).of_batch(1)
+    for _ in range(2000):
+        nodes = chance.choice([1, 1, *rows])
+        costs.record(nodes, 0, 0, true[nodes] * max(0.5, chance.gauss(1.05, 0.1)))
+        assert 0.6 < costs.seconds(32, 0) / true[32] < 1.9
 
 
 def test_tree_truncated_by_the_context_teaches_nothing() -> None:

@@ -30,6 +30,11 @@ QUICKER = 0.1
 MIN_ROW = 0.002
 # The smallest factor by which the time that drafts add is corrected.
 MIN_CORRECTION = 0.05
+# A step is full evidence of the time that drafts add if its drafts add this share to a plain step, or more. With
+# less, the step tells mostly noise.
+TELLING_SHARE = 0.25
+# The weight of the measured times, in steps, before the first step with drafts.
+MEASURED_WEIGHT = 0.1
 # Text lengths are rounded to multiples of this number to look up times.
 LENGTH = 256
 
@@ -37,21 +42,21 @@ LENGTH = 256
 class Correction:
     """Estimates the ratio of observed to measured seconds. The older the evidence, the more a new step counts.
 
-    least: the minimum weight of older evidence, in steps.
+    least: the minimum weight of older evidence, in steps. weight: the weight of the first value.
     """
 
-    def __init__(self, least: float) -> None:
+    def __init__(self, least: float, weight: float = 0.0) -> None:
         self.value = 1.0
         self._least = least
-        self._weight = 0.0  # in steps
+        self._weight = weight  # in steps
         self._seen = 0  # the step at which the ratio was last observed
 
-    def update(self, ratio: float, step: int) -> float:
-        """Learns a ratio observed at a step; returns the change of the value."""
+    def update(self, ratio: float, step: int, evidence: float = 1.0) -> float:
+        """Learns a ratio observed at a step, which counts as `evidence` steps; returns the change of the value."""
         known = self._weight * DECAY ** (step - self._seen)
-        self._weight = 1.0 + min(max(known, self._least), self._weight)
+        self._weight = evidence + min(max(known, self._least), self._weight)
         self._seen = step
-        change = (ratio - self.value) / self._weight
+        change = (ratio - self.value) * evidence / self._weight
         self.value += change
         return change
 
@@ -82,7 +87,7 @@ class BatchCosts:
         self._times = measured
         self._measured = cache(self._measure)
         self._plain = Correction(PLAIN_WEIGHT)
-        self._drafts = Correction(DRAFTS_WEIGHT)
+        self._drafts = Correction(DRAFTS_WEIGHT, MEASURED_WEIGHT)
         self._steps = 0
         self._since_plain = CHECK_STEPS - FIRST_CHECK
         self._slow = False  # the last step took much longer than expected
@@ -124,7 +129,9 @@ class BatchCosts:
             return
         if added:
             expected = self._plain.value * plain
-            self._drafts.update((seconds - expected) / added, self._steps)
+            self._drafts.update(
+                (seconds - expected) / added, self._steps, evidence_of(added, plain)
+            )
             if self._drafts.value * added < -QUICKER * expected:
                 self._since_plain = CHECK_STEPS  # plain steps must also have become quicker
         else:
@@ -136,7 +143,20 @@ class BatchCosts:
         change = self._plain.update(seconds / plain, self._steps)
         if abs(change) < SETTLED * before:
             self._since_plain = 0
-        if self._added:  # the last step drafted, so the time of steps with drafts is known
-            self._drafts.value -= change * plain / self._added
-        else:  # the machine's speed has changed
-            self._drafts.value *= self._plain.value / before
+        # The machine's speed may have changed, which scales both parts of a step's time. If the last step drafted, the
+        # sum of its two parts is known.
+        scaled = self._drafts.value * self._plain.value / before
+        known = evidence_of(self._added, plain)
+        if known:
+            in_sum = self._drafts.value - change * plain / self._added
+            scaled += known * (in_sum - scaled)
+        self._drafts.value = scaled
+
+
+def evidence_of(added: float, plain: float) -> float:
+    """Returns how much a step tells about the time of drafts that add `added` seconds to a plain step, from 0 to 1.
+
+    The noise of a step's time has the same size for all drafts, so the ratio of the observed to the measured time has a
+    variance that falls with the square of the measured time. Least squares weighs it by that square.
+    """
+    return min(1.0, (added / (TELLING_SHARE * plain)) ** 2)
