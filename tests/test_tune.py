@@ -27,7 +27,7 @@ from medusa_cli.tune.plan import (
     plan,
 )
 from medusa_cli.tune.prompts import held_out_questions, read_prompts
-from medusa_cli.tune.tuning import STATE, State, Tuning, has_converged
+from medusa_cli.tune.tuning import STATE, State, Tuning, answer_tokens, has_converged
 from tests.crash import JOBS, Count, crash, learn, prepare
 from tests.helpers import medusa, medusa_json, save_model, save_run, write_lines
 from tests.test_adapter import save_adapter
@@ -38,7 +38,7 @@ DEAR = ((1, 0.016), (2, 0.02), (4, 0.03), (8, 0.048), (16, 0.09), (32, 0.17), (6
 DRAFT = ((1, 0.001), (2, 0.002), (3, 0.003))
 ACCURACIES = [[0.4, 0.1, 0.05], [0.4, 0.1, 0.05], [0.45, 0.1, 0.05]]
 CPU = Measured(
-    62.0, {"lookup": 1.1}, {"lookup": 1.3}, VERIFY, DRAFT, ACCURACIES, 1 / 200, 1 / 800, 60.0
+    62.0, {"lookup": 1.1}, {"lookup": 1.3}, VERIFY, DRAFT, ACCURACIES, 1 / 200, 1 / 800, 128, 60.0
 )
 RELATED = replace(
     CPU,
@@ -320,9 +320,15 @@ def test_a_longer_tuning_is_measured_again_if_its_answers_are_longer(tmp_path: P
         return Tuning(Run(tmp_path), ModelSource.of("m"), LoadOptions(), time_s).state
 
     assert state(HOUR) == state(60.0) == earlier
+    assert answer_tokens(HOUR, 0.016) == answer_tokens(2 * HOUR, 0.016) == 128
     assert state(2 * HOUR) == replace(earlier, time_s=2 * HOUR, promised=None)
-    write_json(tmp_path / STATE, asdict(replace(earlier, time_s=600.0)))
-    assert state(HOUR) == replace(earlier, measured=None, promised=None)
+    assert answer_tokens(600, 0.016) == 78
+    earlier = replace(earlier, time_s=600.0, measured=replace(CPU, answer_tokens=78))
+    write_json(tmp_path / STATE, asdict(earlier))
+    assert state(HOUR) == replace(earlier, time_s=HOUR, measured=None, promised=None)
+    assert state(630.0) == replace(earlier, time_s=630.0, promised=None)
+    # The answers of a slow model are shorter.
+    assert answer_tokens(600, 0.2) == 16
 
 
 @pytest.mark.quick("0")

@@ -136,11 +136,19 @@ def measure(
         accuracies,
         answer_s,
         trained_s / max(1, facts["positions"]),
+        tokens,
         compare_s,
         facts["memory_bytes"],
         None if start is None else str(start.path),
         0.0 if start is None else _limit(start),
     )
+
+
+def plain_step_s(model: ModelSource, options: LoadOptions) -> float:
+    """Returns the seconds of a plain step."""
+    times = step_times_for(load_backbone(model, options), None, None)
+    gc.collect()
+    return times.verify[1]
 
 
 def _step_times(model: ModelSource, options: LoadOptions, start: Run | None) -> StepTimes:

@@ -37,7 +37,8 @@ class Measured:
     acceptance length. verify: the seconds of a verify pass by its number of rows. draft: the seconds of drafting by the
     number of levels. accuracies: on this model's answers, those of the drafter that is trained further; typical
     accuracies if there is no such drafter. answer_s: the seconds to distill an answer token. position_s: the seconds to
-    train on a position. compare_s: the seconds of the first comparison. memory: the peak of training, in bytes. start:
+    train on a position. answer_tokens: the maximum length of an answer in a comparison. compare_s: the seconds of the
+    first comparison. memory: the peak of training, in bytes. start:
     the folder of the related model's drafter that is trained further, if any. limit: that drafter's acceptance length
     on the related model.
     """
@@ -50,6 +51,7 @@ class Measured:
     accuracies: list[list[float]]
     answer_s: float
     position_s: float
+    answer_tokens: int
     compare_s: float
     memory: int = 0
     start: str | None = None
@@ -58,7 +60,12 @@ class Measured:
     @property
     def prompt_share(self) -> float:
         """Returns the share of plain decoding's time that prompts take."""
-        return max(0.0, 1 - self.plain_per_s * dict(self.verify)[1])
+        return max(0.0, 1 - self.plain_per_s * self.plain_s)
+
+    @property
+    def plain_s(self) -> float:
+        """Returns the seconds of a plain step."""
+        return dict(self.verify)[1]
 
     @property
     def step_times(self) -> StepTimes:

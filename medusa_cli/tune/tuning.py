@@ -45,9 +45,16 @@ from medusa_cli.train.log import NAME, acceptance_of, read_log
 from medusa_cli.tree.io import save_tree
 from medusa_cli.tree.search import TimedTree, budgets
 from medusa_cli.tune.expectation import interval
-from medusa_cli.tune.measuring import ACCEPTS, NAMES, compare, measure, ready_drafters
+from medusa_cli.tune.measuring import (
+    ACCEPTS,
+    NAMES,
+    compare,
+    measure,
+    plain_step_s,
+    ready_drafters,
+)
 from medusa_cli.tune.plan import EPOCHS, MAX_EPOCHS, WORTH, Measured, Plan, expected_speedup, plan
-from medusa_cli.tune.prompts import HELD_OUT, held_out_questions, read_prompts
+from medusa_cli.tune.prompts import HELD_OUT, QUESTIONS, held_out_questions, read_prompts
 
 STATE = "tune.json"
 SAY_S = 60.0
@@ -70,6 +77,14 @@ MIN_TOKENS = 256
 MIN_POSITIONS = 2_048
 MAX_NEW_TOKENS = 256
 CONTEXT = 1_024
+# The share of the time for the answers of the first comparison, its number of methods, and the minimum and the maximum
+# length of an answer, in tokens. In short answers, prompts take a larger share of the time than in use.
+COMPARISON = 0.05
+COMPARED = 3
+MIN_ANSWER = 16
+MAX_ANSWER = 128
+# A longer tuning is measured again if its answers are more than this many times as long.
+LONGER = 1.1
 # Number of held-out conversations for the calibration.
 CALIBRATED = 200
 log = logging.getLogger(__name__)
@@ -146,9 +161,12 @@ class Tuning:
         if new.time_s <= old.time_s:
             self.state = old
             return
-        # Prompts take a smaller share of the time of longer answers, so the expectation would be too low.
-        as_long = answer_tokens(new.time_s) == answer_tokens(old.time_s)
-        self.state = replace(new, used_s=old.used_s, measured=old.measured if as_long else None)
+        measured = old.measured
+        if measured is not None:
+            tokens = answer_tokens(new.time_s, measured.plain_s)
+            # Prompts take a smaller share of the time of longer answers, so the expectation would be too low.
+            measured = None if tokens > LONGER * measured.answer_tokens else measured
+        self.state = replace(new, used_s=old.used_s, measured=measured)
 
     @property
     def used_s(self) -> float:
@@ -209,10 +227,10 @@ class Tuning:
         return None if start is None else Run(Path(start))
 
     def _measure(self, questions: list[Question]) -> None:
-        tokens = answer_tokens(self.state.time_s)
         drafter = ready_drafters(self.model).get("start")
         if drafter is not None:
             self.options = as_trained(self.options, drafter.drafter)
+        tokens = answer_tokens(self.time_s, plain_step_s(self.model, self.options))
 
         def recipe(start: Run | None) -> Recipe:
             return self._recipe(self._words("hydra", start), start)
@@ -315,7 +333,7 @@ class Tuning:
         self.run = Run.open(f"{self.run.path}/", create=True)
         kept = positions_of(list(read_distilled(self.run)))
         tokens = kept
-        drain_s = MAX_NEW_TOKENS * dict(measured.verify)[1]
+        drain_s = MAX_NEW_TOKENS * measured.plain_s
 
         def training_s() -> float:
             return EPOCHS * tokens * measured.position_s
@@ -456,7 +474,7 @@ class Tuning:
         if (self.state.tree_nodes or 0) > 1:
             drafts["tuned-static"] = choose(self.model, own, None, "static")
         drafts |= ready_drafters(self.model)
-        tokens = answer_tokens(self.state.time_s)
+        tokens = self.measured.answer_tokens
         document = compare(self.model, drafts, questions, tokens, self.options, self._tick)
         save(document, self.run.bench_dir)
         methods = document["methods"]
@@ -467,9 +485,14 @@ class Tuning:
         self._note(after=document, chosen=chosen)
 
 
-def answer_tokens(time_s: float) -> int:
-    """Returns the maximum length of an answer in a comparison, in tokens, for a tuning of `time_s` seconds."""
-    return max(16, min(96, round(time_s / 30)))
+def answer_tokens(time_s: float, plain_s: float) -> int:
+    """Returns the maximum length of an answer in a comparison, in tokens.
+
+    time_s: the seconds of the tuning. plain_s: the seconds of a plain step. The first comparison takes about the share
+    COMPARISON of the time.
+    """
+    tokens = round(COMPARISON * time_s / (QUESTIONS * COMPARED * plain_s))
+    return max(MIN_ANSWER, min(MAX_ANSWER, tokens))
 
 
 def has_converged(run: Run) -> bool:
