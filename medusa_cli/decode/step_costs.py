@@ -143,20 +143,20 @@ class BatchCosts:
         change = self._plain.update(seconds / plain, self._steps)
         if abs(change) < SETTLED * before:
             self._since_plain = 0
-        # The machine's speed may have changed, which scales both parts of a step's time. If the last step drafted, the
-        # sum of its two parts is known.
-        scaled = self._drafts.value * self._plain.value / before
-        known = evidence_of(self._added, plain)
-        if known:
-            in_sum = self._drafts.value - change * plain / self._added
-            scaled += known * (in_sum - scaled)
-        self._drafts.value = scaled
+        # If the machine's speed has changed, drafts take longer or less long by the same factor.
+        correction = self._drafts.value * self._plain.value / before
+        if self._added:
+            # The last step drafted, so its whole time is known: what a plain step takes more, its drafts took less.
+            from_last = self._drafts.value - change * plain / self._added
+            correction += evidence_of(self._added, plain) * (from_last - correction)
+        self._drafts.value = correction
 
 
 def evidence_of(added: float, plain: float) -> float:
-    """Returns how much a step tells about the time of drafts that add `added` seconds to a plain step, from 0 to 1.
+    """Returns how much a step tells about the time that drafts take, from 0 to 1.
 
-    The noise of a step's time has the same size for all drafts, so the ratio of the observed to the measured time has a
-    variance that falls with the square of the measured time. Least squares weighs it by that square.
+    added: the measured seconds that the step's drafts add to a plain step of `plain` seconds. The times of all steps
+    are equally noisy. So the less the drafts add, the noisier is the ratio of the observed to the measured addition.
+    Least squares weighs the ratio by the square of `added`.
     """
     return min(1.0, (added / (TELLING_SHARE * plain)) ** 2)

@@ -39,9 +39,8 @@ class Measured:
     number of levels. accuracies: on this model's answers, those of the drafter that is trained further; typical
     accuracies if there is no such drafter. answer_s: the seconds to distill an answer token. position_s: the seconds to
     train on a position. answer_tokens: the maximum length of an answer in a comparison. compare_s: the seconds of the
-    first comparison. memory: the peak of training, in bytes. start:
-    the folder of the related model's drafter that is trained further, if any. limit: that drafter's acceptance length
-    on the related model.
+    first comparison. memory: the peak of training, in bytes. start: the folder of the related model's drafter that is
+    trained further, if any. limit: that drafter's acceptance length on the related model.
     """
 
     plain_per_s: float

@@ -330,7 +330,7 @@ class Tuning:
         ]
         if self.endpoint is None and not self._on_gpu:
             words.append(f"distill.taps={list(self._taps(drafter))}")
-        self.run = Run.open(f"{self.run.path}/", create=True)
+        self.run = Run.planned(f"{self.run.path}/")
         kept = positions_of(list(read_distilled(self.run)))
         tokens = kept
         drain_s = MAX_NEW_TOKENS * measured.plain_s
